@@ -1,0 +1,60 @@
+"""The delta rule with separate erase and write: the operator behind DeltaNet, EFLA and their gated forms."""
+
+from efla_jax.ops.arguments import recurrence
+from efla_jax.ops.associative import associative
+from efla_jax.ops.chunked import chunked
+from efla_jax.ops.dispatch import dispatch, missing_kernel
+from efla_jax.ops.recurrent import recurrent
+from efla_jax.shapes import Gates, Keys, Queries, SegmentIds, State, Values
+
+SHORT = 8  # tokens below which a chunk costs more than the scan
+TABLE = {
+    "recurrent": recurrent,
+    "associative": associative,
+    "chunked": chunked,
+    "pallas": missing_kernel("delta_rule"),
+    "triton": missing_kernel("delta_rule"),
+}
+
+
+def automatic(time: int) -> tuple[str, ...]:
+    """What "auto" tries, in order."""
+    return ("recurrent",) if time <= SHORT else ("pallas", "chunked")
+
+
+def delta_rule(
+    q: Queries,
+    k: Keys,
+    u: Values,
+    erase: Gates,
+    log_decay: Gates | None = None,
+    *,
+    initial_state: State | None = None,
+    segment_ids: SegmentIds | None = None,
+    chunk_size: int = 64,
+    implementation: str = "auto",
+) -> tuple[Values, State]:
+    """Delta rule with decay: erase along the key, write a vector, read with the query.
+
+        S_t = exp(g_t) (I - e_t k_t k_t^T) S_{t-1} + k_t u_t^T        o_t = S_t^T q_t
+
+    q, k `[B, T, G, K]` (k of unit length for a stable step), u `[B, T, H, V]`, erase e and log_decay g <= 0 `[B, T, H]` (used in
+    float32; None is no decay). Value head h reads key head h // (H // G). No hidden scale: scale q yourself.
+    initial_state `[B, H, K, V]` belongs to the document of the row's first real token; segment_ids `[B, T]`: 0 is padding, a new id
+    begins a document with an empty state. Returns o `[B, T, H, V]` in the dtype of u and the float32 state after each row's last real
+    token. Any T >= 0; differentiable in every floating argument.
+
+    implementation: "recurrent" (the definition), "associative", "chunked" (XLA), "pallas" (GPU kernel), "auto". chunk_size: 16, 32, 64
+    or 128 tokens solved at once by "chunked". Raises ValueError for input that does not fit, NotImplementedError for a kernel that
+    does not support it. Source: DeltaNet (arXiv 2406.06484), Gated DeltaNet (arXiv 2412.06464), EFLA (arXiv 2512.12602).
+
+    >>> import jax.numpy as jnp
+    >>> k = jnp.ones((1, 3, 1, 4)) / 2
+    >>> o, state = delta_rule(k, k, jnp.ones((1, 3, 2, 5)), jnp.ones((1, 3, 2)))   # the same pair written three times
+    >>> o.shape, state.shape, o[0, :, 0, 0].tolist()
+    ((1, 3, 2, 5), (1, 2, 4, 5), [1.0, 1.0, 1.0])
+    """
+    x = recurrence(q, k, u, erase, log_decay, initial_state, segment_ids, chunk_size)
+    return dispatch("delta_rule", implementation, TABLE, automatic(x.k.shape[1]), (x,))
+
+

@@ -1,0 +1,47 @@
+"""The seam between an op and its implementations: `implementation="auto"` and what happens when one cannot serve.
+
+An implementation that does not support an input raises NotImplementedError with the reason; "auto" then tries the next. Wrong input
+is a ValueError and is never retried. Kernels are reached only from here, and only when asked for.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import jax
+
+Result = TypeVar("Result")
+IMPLEMENTATIONS = ("auto", "recurrent", "associative", "chunked", "pallas", "triton")
+
+
+def on_gpu() -> bool:
+    """True when the default backend is a GPU (asked at call time: importing the library must not start a backend)."""
+    return jax.default_backend() == "gpu"
+
+
+def missing_kernel(op: str) -> Callable[..., Result]:
+    """The slot of a GPU kernel that is not built yet."""
+
+    def implementation(*_):
+        raise NotImplementedError(f"{op}: no GPU kernel is built yet (see kernels/README.md); use implementation='chunked' or 'auto'.")
+
+    return implementation
+
+
+def dispatch(
+    op: str, implementation: str, table: Mapping[str, Callable[..., Result]], auto: Sequence[str], arguments: tuple
+) -> Result:
+    """Run `table[implementation](*arguments)`, or for "auto" the first name of `auto` that supports the arguments.
+
+    Raises ValueError for an unknown name, NotImplementedError when the named one does not support the input, and an ExceptionGroup
+    of every reason when all of `auto` decline."""
+    if implementation != "auto":
+        if implementation not in table:
+            raise ValueError(f"implementation: {implementation!r} is not known to {op}; choose one of {('auto', *table)}.")
+        return table[implementation](*arguments)
+    declined = []
+    for name in auto:
+        try:
+            return table[name](*arguments)
+        except NotImplementedError as reason:
+            declined.append(reason)
+    raise ExceptionGroup(f"{op}: no implementation supports this input", declined)
