@@ -1,0 +1,54 @@
+"""What a mixer carries from call to call, and the one rule that decides whether it still counts: does the document go on?
+
+A cache is an immutable pytree whose leaves begin with the batch axis; structure, shapes and dtypes never change, so that it can be the
+carry of `lax.scan`. It remembers the id of each row's last real token (0: nothing seen yet).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from efla_jax.shapes import SegmentIds, State
+
+
+class RecurrentCache(NamedTuple):
+    """The cache of a recurrent mixer.
+
+    conv     one [B, W-1, D] per convolution: the last W-1 real inputs of the document, oldest first
+    state    [B, H, K, V] float32
+    segment  [B] int32, id of the row's last real token; 0 before the first
+    """
+
+    conv: tuple[Array, ...]
+    state: State
+    segment: Int[Array, " B"]
+
+
+def continues(
+    segment: Int[Array, " B"], segment_ids: SegmentIds | None
+) -> tuple[Bool[Array, " B"], Int[Array, " B"]]:
+    """(keep, segment) [B]: does this call go on with the cached document, and what is the last real id after it.
+
+    keep is False where the first real id of the call differs from a remembered one: that row's state belongs to another document. A row
+    that has seen nothing keeps what it has (an initial state), and so does a row without a real token in this call. Without ids every
+    token goes on with the cached document; a fresh row then gets id 1."""
+    if segment_ids is None:
+        return jnp.ones(segment.shape, bool), jnp.where(segment == 0, 1, segment)
+    if segment_ids.shape[1] == 0:
+        return jnp.ones(segment.shape, bool), segment
+    real = segment_ids != 0
+    found = jnp.any(real, axis=1)
+    rows = jnp.arange(segment_ids.shape[0])
+    first = segment_ids[rows, jnp.argmax(real, axis=1)]
+    last = segment_ids[rows, -1 - jnp.argmax(real[:, ::-1], axis=1)]
+    keep = ~found | (segment == 0) | (first == segment)
+    return keep, jnp.where(found, last, segment).astype(segment.dtype)
+
+
+def carry_on(keep: Bool[Array, " B"], cached):
+    """The pytree `cached` (leaves [B, ...]) with zeros, its fresh value, in the rows whose document has ended."""
+    return jax.tree.map(
+        lambda x: jnp.where(keep.reshape(keep.shape + (1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype)), cached
+    )
