@@ -1,0 +1,11 @@
+"""Settings of the test session, made before jax is imported: tests run on the CPU and keep what XLA compiled."""
+
+import os
+from pathlib import Path
+
+# setdefault: a caller who sets JAX_PLATFORMS=cuda runs the same tests on a GPU.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# Most of the suite's time is compilation; programs above 0.3 s are kept for the next run and for the other worker.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).resolve().parent.parent / ".cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
