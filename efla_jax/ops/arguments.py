@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 
 from efla_jax.ops.segments import mask_padding, segments
-from efla_jax.shapes import check_chunk_size, check_floating, check_heads, check_segment_ids, check_shapes
+from efla_jax.shapes import check_floating, check_heads, check_segment_ids, check_shapes
 
 
 class Recurrence(NamedTuple):
     """What an implementation gets: padding is already a no-op (zero k, u, erase, log decay), nothing optional is left but `erase`.
 
     q, k [B, T, G, K]; u [B, T, H, V]; erase [B, T, H] float32 or None (linear attention); log_decay [B, T, H] float32;
-    initial_state [B, H, K, V] float32; starts [B, T] bool: the state is dropped before this token; chunk_size: int."""
+    initial_state [B, H, K, V] float32; starts [B, T] bool: the state is dropped before this token."""
 
     q: jax.Array
     k: jax.Array
@@ -22,10 +22,9 @@ class Recurrence(NamedTuple):
     log_decay: jax.Array
     initial_state: jax.Array
     starts: jax.Array
-    chunk_size: int
 
 
-def recurrence(q, k, u, erase, log_decay, initial_state, segment_ids, chunk_size) -> Recurrence:
+def recurrence(q, k, u, erase, log_decay, initial_state, segment_ids) -> Recurrence:
     """Check every argument (ValueError) and return the clean form. Gates and states become float32."""
     sizes = check_shapes(
         {
@@ -39,7 +38,6 @@ def recurrence(q, k, u, erase, log_decay, initial_state, segment_ids, chunk_size
     )
     check_floating({"q": q, "k": k, "u": u, "erase": erase, "log_decay": log_decay, "initial_state": initial_state})
     check_heads(sizes["G"], sizes["H"])
-    check_chunk_size(chunk_size)
     batch, time, heads = sizes["B"], sizes["T"], sizes["H"]
     check_segment_ids(segment_ids, batch, time)
     if log_decay is None:
@@ -54,4 +52,4 @@ def recurrence(q, k, u, erase, log_decay, initial_state, segment_ids, chunk_size
         starts = found.starts
         q, k, u, log_decay = (mask_padding(found.real, x) for x in (q, k, u, log_decay))
         erase = None if erase is None else mask_padding(found.real, erase)
-    return Recurrence(q, k, u, erase, log_decay, initial_state.astype(jnp.float32), starts, chunk_size)
+    return Recurrence(q, k, u, erase, log_decay, initial_state.astype(jnp.float32), starts)

@@ -4,6 +4,8 @@ Token t is the map S -> A_t S + X_t with A_t = exp(g_t) (I - e_t k_t k_t^T), a s
 document's first token has A_t = 0. Maps compose by (A2, X2) o (A1, X1) = (A2 A1, A2 X1 + X2).
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,7 +15,8 @@ from efla_jax.ops.arguments import Recurrence
 PRECISION = lax.Precision.HIGHEST
 
 
-def associative(x: Recurrence) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.jit, static_argnums=1)
+def associative(x: Recurrence, _chunk_size: int) -> tuple[jax.Array, jax.Array]:
     """Outputs [B, T, H, V] in the dtype of u and the final state [B, H, K, V] float32."""
     if x.k.shape[1] == 0:
         return x.u, x.initial_state

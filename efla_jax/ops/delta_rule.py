@@ -3,11 +3,10 @@
 from efla_jax.ops.arguments import recurrence
 from efla_jax.ops.associative import associative
 from efla_jax.ops.chunked import chunked
-from efla_jax.ops.dispatch import dispatch, missing_kernel
+from efla_jax.ops.dispatch import automatic, dispatch, missing_kernel
 from efla_jax.ops.recurrent import recurrent
-from efla_jax.shapes import Gates, Keys, Queries, SegmentIds, State, Values
+from efla_jax.shapes import Gates, Keys, Queries, SegmentIds, State, Values, check_chunk_size
 
-SHORT = 8  # tokens below which a chunk costs more than the scan
 TABLE = {
     "recurrent": recurrent,
     "associative": associative,
@@ -15,11 +14,6 @@ TABLE = {
     "pallas": missing_kernel("delta_rule"),
     "triton": missing_kernel("delta_rule"),
 }
-
-
-def automatic(time: int) -> tuple[str, ...]:
-    """What "auto" tries, in order."""
-    return ("recurrent",) if time <= SHORT else ("pallas", "chunked")
 
 
 def delta_rule(
@@ -54,7 +48,8 @@ def delta_rule(
     >>> o.shape, state.shape, o[0, :, 0, 0].tolist()
     ((1, 3, 2, 5), (1, 2, 4, 5), [1.0, 1.0, 1.0])
     """
-    x = recurrence(q, k, u, erase, log_decay, initial_state, segment_ids, chunk_size)
-    return dispatch("delta_rule", implementation, TABLE, automatic(x.k.shape[1]), (x,))
+    check_chunk_size(chunk_size)
+    x = recurrence(q, k, u, erase, log_decay, initial_state, segment_ids)
+    return dispatch("delta_rule", implementation, TABLE, automatic(x.k.shape[1]), (x, chunk_size))
 
 

@@ -10,12 +10,17 @@ from typing import TypeVar
 import jax
 
 Result = TypeVar("Result")
-IMPLEMENTATIONS = ("auto", "recurrent", "associative", "chunked", "pallas", "triton")
+SHORT = 8  # tokens up to which the scan is cheaper than a chunk
 
 
 def on_gpu() -> bool:
     """True when the default backend is a GPU (asked at call time: importing the library must not start a backend)."""
     return jax.default_backend() == "gpu"
+
+
+def automatic(time: int) -> tuple[str, ...]:
+    """What "auto" tries for a recurrence over this many tokens, in order."""
+    return ("recurrent",) if time <= SHORT else ("pallas", "chunked")
 
 
 def missing_kernel(op: str) -> Callable[..., Result]:

@@ -3,10 +3,9 @@
 from efla_jax.ops.arguments import recurrence
 from efla_jax.ops.associative import associative
 from efla_jax.ops.chunked import chunked
-from efla_jax.ops.delta_rule import automatic
-from efla_jax.ops.dispatch import dispatch, missing_kernel
+from efla_jax.ops.dispatch import automatic, dispatch, missing_kernel
 from efla_jax.ops.recurrent import recurrent
-from efla_jax.shapes import Gates, Keys, Queries, SegmentIds, State, Values
+from efla_jax.shapes import Gates, Keys, Queries, SegmentIds, State, Values, check_chunk_size
 
 TABLE = {
     "recurrent": recurrent,
@@ -41,5 +40,6 @@ def linear_attention(
     >>> o.shape, state.shape, o[0, :, 0, 0].tolist()
     ((1, 3, 2, 5), (1, 2, 4, 5), [1.0, 2.0, 3.0])
     """
-    x = recurrence(q, k, u, None, log_decay, initial_state, segment_ids, chunk_size)
-    return dispatch("linear_attention", implementation, TABLE, automatic(x.k.shape[1]), (x,))
+    check_chunk_size(chunk_size)
+    x = recurrence(q, k, u, None, log_decay, initial_state, segment_ids)
+    return dispatch("linear_attention", implementation, TABLE, automatic(x.k.shape[1]), (x, chunk_size))

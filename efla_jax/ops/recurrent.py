@@ -3,6 +3,8 @@
     S_t = exp(g_t) (I - e_t k_t k_t^T) S_{t-1} + k_t u_t^T        o_t = S_t^T q_t        (e_t absent: linear attention)
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -12,7 +14,8 @@ from efla_jax.ops.arguments import Recurrence
 PRECISION = lax.Precision.HIGHEST
 
 
-def recurrent(x: Recurrence) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.jit, static_argnums=1)
+def recurrent(x: Recurrence, _chunk_size: int) -> tuple[jax.Array, jax.Array]:
     """Outputs [B, T, H, V] in the dtype of u and the final state [B, H, K, V] float32."""
     batch, _, key_heads, _ = x.k.shape
     heads, value_dim = x.u.shape[2:]
