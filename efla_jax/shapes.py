@@ -1,7 +1,8 @@
 """The legend of shapes, the jaxtyping aliases of the public signatures, and the checks every op begins with.
 
     B batch    T time (tokens)    G key heads    H heads (value heads; G divides H, head h reads key head h // (H // G))
-    K key dim  V value dim        C chunk length N chunks    L Fenwick levels    D width of the model    W taps of a convolution
+    K key dim  V value dim        C chunk length N chunks    L Fenwick levels    D width of the model    W taps of a
+    convolution
 
 The layout is always [batch, time, heads, dim]: never [batch, heads, time, dim].
 """
@@ -39,8 +40,8 @@ AXES = {
 def check_shapes(arguments: Mapping[str, tuple[jax.Array | None, str]]) -> dict[str, int]:
     """Match every array against its legend, e.g. {"q": (q, "BTGK")}, and return the size of each axis letter.
 
-    The first argument that carries a letter fixes its size. None is skipped. Raises ValueError naming the argument, its shape,
-    the rule and the remedy."""
+    The first argument that carries a letter fixes its size. None is skipped. Raises ValueError naming the argument, its
+    shape, the rule and the remedy."""
     sizes: dict[str, int] = {}
     owner: dict[str, str] = {}
     for name, (array, legend) in arguments.items():
@@ -50,14 +51,16 @@ def check_shapes(arguments: Mapping[str, tuple[jax.Array | None, str]]) -> dict[
         if array.ndim != len(legend):
             meaning = ", ".join(AXES.get(letter, letter) for letter in legend)
             raise ValueError(
-                f"{name}: shape {array.shape} has {array.ndim} axes, but {name} is {layout} = [{meaning}]. Add or remove axes so that it fits."
+                f"{name}: shape {array.shape} has {array.ndim} axes, but {name} is {layout} = [{meaning}]."
+                " Add or remove axes so that it fits."
             )
         for letter, size in zip(legend, array.shape, strict=True):
             if sizes.setdefault(letter, size) != size:
                 known = ", ".join(f"{c}={sizes[c]}" for c in legend if c in sizes)
                 raise ValueError(
-                    f"{name}: shape {array.shape} does not fit {layout}: {letter} ({AXES.get(letter, letter)}) is {size} here but"
-                    f" {sizes[letter]} in {owner[letter]} (expected {known}). The layout is [batch, time, heads, dim]; transpose or slice {name}."
+                    f"{name}: shape {array.shape} does not fit {layout}: {letter} ({AXES.get(letter, letter)}) is {size}"
+                    f" here but {sizes[letter]} in {owner[letter]} (expected {known})."
+                    f" The layout is [batch, time, heads, dim]; transpose or slice {name}."
                 )
             owner.setdefault(letter, name)
     return sizes
@@ -69,22 +72,27 @@ def check_floating(arguments: Mapping[str, jax.Array | None]) -> None:
         if array is None:
             continue
         if not jnp.issubdtype(array.dtype, jnp.floating) or jnp.finfo(array.dtype).bits > 32:
-            raise ValueError(f"{name}: dtype {array.dtype} is not float32, bfloat16 or float16; cast it, e.g. {name}.astype(jnp.float32).")
+            raise ValueError(
+                f"{name}: dtype {array.dtype} is not float32, bfloat16 or float16;"
+                f" cast it, e.g. {name}.astype(jnp.float32)."
+            )
 
 
 def check_heads(num_key_heads: int, num_heads: int) -> None:
     """Raise ValueError unless the number of key heads G divides the number of heads H."""
     if num_key_heads < 1 or num_heads % num_key_heads:
         raise ValueError(
-            f"heads: H={num_heads} value heads and G={num_key_heads} key heads, but G must divide H (value head h reads key head"
-            " h // (H // G)). Change num_heads or the number of key heads."
+            f"heads: H={num_heads} value heads and G={num_key_heads} key heads, but G must divide H"
+            " (value head h reads key head h // (H // G)). Change num_heads or the number of key heads."
         )
 
 
 def check_chunk_size(chunk_size: int) -> None:
     """Raise ValueError unless chunk_size is one of CHUNK_SIZES. It may exceed the sequence length."""
     if chunk_size not in CHUNK_SIZES:
-        raise ValueError(f"chunk_size: {chunk_size!r} is not one of {CHUNK_SIZES}. Choose 64 unless you have measured another.")
+        raise ValueError(
+            f"chunk_size: {chunk_size!r} is not one of {CHUNK_SIZES}. Choose 64 unless you have measured another."
+        )
 
 
 def check_segment_ids(segment_ids: jax.Array | None, batch: int, time: int) -> None:
@@ -92,6 +100,11 @@ def check_segment_ids(segment_ids: jax.Array | None, batch: int, time: int) -> N
     if segment_ids is None:
         return
     if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-        raise ValueError(f"segment_ids: dtype {segment_ids.dtype} is not an integer type; use int32 with 0 for padding and 1, 2, ... for documents.")
+        raise ValueError(
+            f"segment_ids: dtype {segment_ids.dtype} is not an integer type;"
+            " use int32 with 0 for padding and 1, 2, ... for documents."
+        )
     if segment_ids.shape != (batch, time):
-        raise ValueError(f"segment_ids: shape {segment_ids.shape} is not [B, T] = ({batch}, {time}): one id per token of q.")
+        raise ValueError(
+            f"segment_ids: shape {segment_ids.shape} is not [B, T] = ({batch}, {time}): one id per token of q."
+        )

@@ -5,8 +5,8 @@ import numpy as np
 
 SHAPE = dict(batch=2, time=37, key_heads=2, heads=6, key_dim=8, value_dim=5)
 CASES = (
-    "random", "cosine 0.9", "cosine 0.99", "no decay", "strong decay", "forget", "mixed decay", "erase 0", "erase 1", "erase up to 2",
-    "zero keys",
+    "random", "cosine 0.9", "cosine 0.99", "no decay", "strong decay", "forget", "mixed decay",
+    "erase 0", "erase 1", "erase up to 2", "zero keys",
 )  # fmt: skip
 
 
@@ -15,7 +15,8 @@ def unit(x):
 
 
 def recurrence_case(case: str, dtype=jnp.float32, seed: int = 0, **shape):
-    """(q, k, u, erase, log_decay, initial_state) and cotangents (o, state) of the named case, exactly representable in dtype."""
+    """(q, k, u, erase, log_decay, initial_state) and cotangents (o, state) of the named case, exactly representable in
+    dtype."""
     s = {**SHAPE, **shape}
     rng = np.random.default_rng(seed)
     keys = (s["batch"], s["time"], s["key_heads"], s["key_dim"])

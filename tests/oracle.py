@@ -1,4 +1,5 @@
-"""The only truth: every recurrence token by token in float64, with the document rules written out sequentially, and how to compare.
+"""The only truth: every recurrence token by token in float64, with the document rules written out sequentially, and how
+to compare.
 
 Nothing here is shared with the library. Gradients come from autodiff of these float64 loops.
 """
@@ -18,7 +19,8 @@ TOLERANCE = {
 
 
 def relative_rms(value, reference) -> float:
-    """RMS(value - reference) / RMS(reference); a reference whose RMS is below 1e-3 counts as 1e-3 (a true zero must stay near zero)."""
+    """RMS(value - reference) / RMS(reference); a reference whose RMS is below 1e-3 counts as 1e-3 (a true zero must
+    stay near zero)."""
     value, reference = np.asarray(value, np.float64), np.asarray(reference, np.float64)
     assert value.shape == reference.shape, (value.shape, reference.shape)
     if value.size == 0:

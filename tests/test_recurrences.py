@@ -1,4 +1,5 @@
-"""The ladder: recurrent, associative and chunked against the float64 oracle, for both operators, with every gradient."""
+"""The ladder: recurrent, associative and chunked against the float64 oracle, for both operators, with every
+gradient."""
 
 import functools
 
@@ -18,13 +19,19 @@ IMPLEMENTATIONS = ("recurrent", "associative", "chunked")
 NAMES = ("o", "state", "dq", "dk", "du", "derase", "dlog_decay", "dinitial_state")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def compiled(implementation: str, chunk_size: int = 16, erases: bool = True):
     """A jitted (arguments, ids, cotangents) -> ((o, state), gradients), shared by all cases of one shape."""
 
     def op(q, k, u, erase, log_decay, initial_state, ids):
-        options = dict(initial_state=initial_state, segment_ids=ids, chunk_size=chunk_size, implementation=implementation)
-        return ops.delta_rule(q, k, u, erase, log_decay, **options) if erases else ops.linear_attention(q, k, u, log_decay, **options)
+        options = dict(
+            initial_state=initial_state, segment_ids=ids, chunk_size=chunk_size, implementation=implementation
+        )
+        return (
+            ops.delta_rule(q, k, u, erase, log_decay, **options)
+            if erases
+            else ops.linear_attention(q, k, u, log_decay, **options)
+        )
 
     @jax.jit
     def run(arguments, ids, cotangents):
@@ -107,7 +114,9 @@ def test_decay_sums_keep_float32_accuracy_after_a_strong_decay():
 def test_triangle_inverse_for_parallel_keys(cosine):
     """Random keys hide a bad inverse; parallel ones do not."""
     rng = np.random.default_rng(1)
-    k = np.sqrt(cosine) * np.eye(1, 24) + np.sqrt(1 - cosine) * (lambda z: z / np.linalg.norm(z, axis=-1, keepdims=True))(rng.normal(size=(128, 24)))
+    k = np.sqrt(cosine) * np.eye(1, 24) + np.sqrt(1 - cosine) * (
+        lambda z: z / np.linalg.norm(z, axis=-1, keepdims=True)
+    )(rng.normal(size=(128, 24)))
     strict = np.tril(0.98 * k @ k.T, -1)
     inverse = np.asarray(chunked_file.unit_lower_inverse(jnp.asarray(strict, jnp.float32)))
     truth = np.linalg.inv(np.eye(128) + strict)
@@ -135,7 +144,7 @@ def test_pieces_of_any_length_equal_the_whole(implementation, erases):
     assert_close((jnp.concatenate(parts, 1), state), (whole, final), ("o", "state"), TOLERANCE["float32"])
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def compiled_forward(implementation, erases):
     def run(a, ids):
         options = dict(initial_state=a[5], segment_ids=ids, chunk_size=16, implementation=implementation)
@@ -188,7 +197,12 @@ def test_identities_between_the_operators():
     without = ops.delta_rule(q, k, u, erase, **same)
     zero = ops.delta_rule(q, k, u, erase, decay * 0, **same)
     assert_close(without, zero, ("o", "state"), 1e-6)
-    assert_close(ops.delta_rule(q, k, u, erase * 0, decay, **same), ops.linear_attention(q, k, u, decay, **same), ("o", "state"), 1e-6)
+    assert_close(
+        ops.delta_rule(q, k, u, erase * 0, decay, **same),
+        ops.linear_attention(q, k, u, decay, **same),
+        ("o", "state"),
+        1e-6,
+    )
     scaled = ops.delta_rule(0.3 * q, k, u, erase, decay, **same)[0]
     assert_close((scaled,), (0.3 * ops.delta_rule(q, k, u, erase, decay, **same)[0],), ("o",), 1e-6)
 
@@ -234,15 +248,33 @@ def plain_errors():
 BAD = {
     "layout": (lambda a: dict(q=jnp.swapaxes(a["q"], 1, 2)), "k: shape .* does not fit .*transpose"),
     "rank": (lambda a: dict(erase=a["erase"][..., None]), r"erase: shape .* has 4 axes, but erase is \[B, T, H\]"),
-    "heads": (lambda a: dict(q=a["q"][:, :, :1].repeat(4, 2), k=a["k"][:, :, :1].repeat(4, 2)), "heads: H=6 .*G=4.* must divide"),
+    "heads": (
+        lambda a: dict(q=a["q"][:, :, :1].repeat(4, 2), k=a["k"][:, :, :1].repeat(4, 2)),
+        "heads: H=6 .*G=4.* must divide",
+    ),
     "time": (lambda a: dict(log_decay=a["log_decay"][:, :-1]), "log_decay: shape .* T .time. is 36 here but 37 in q"),
-    "state": (lambda a: dict(initial_state=a["initial_state"][:1]), "initial_state: shape .* B .batch. is 1 here but 2 in q"),
-    "state dims": (lambda a: dict(initial_state=jnp.swapaxes(a["initial_state"], 2, 3)), "initial_state: shape .* K .key dim. is 5 here but 8"),
-    "dtype": (lambda a: dict(u=a["u"].astype(jnp.int32)), "u: dtype int32 is not float32, bfloat16 or float16; cast it"),
+    "state": (
+        lambda a: dict(initial_state=a["initial_state"][:1]),
+        "initial_state: shape .* B .batch. is 1 here but 2 in q",
+    ),
+    "state dims": (
+        lambda a: dict(initial_state=jnp.swapaxes(a["initial_state"], 2, 3)),
+        "initial_state: shape .* K .key dim. is 5 here but 8",
+    ),
+    "dtype": (
+        lambda a: dict(u=a["u"].astype(jnp.int32)),
+        "u: dtype int32 is not float32, bfloat16 or float16; cast it",
+    ),
     "chunk": (lambda a: dict(chunk_size=40), r"chunk_size: 40 is not one of \(16, 32, 64, 128\)"),
     "ids dtype": (lambda a: dict(segment_ids=jnp.ones((2, 37))), "segment_ids: dtype float32 is not an integer"),
-    "ids shape": (lambda a: dict(segment_ids=jnp.ones((2, 36), jnp.int32)), r"segment_ids: shape \(2, 36\) is not \[B, T\] = \(2, 37\)"),
-    "name": (lambda a: dict(implementation="chunk"), "implementation: 'chunk' is not known to delta_rule; choose one of"),
+    "ids shape": (
+        lambda a: dict(segment_ids=jnp.ones((2, 36), jnp.int32)),
+        r"segment_ids: shape \(2, 36\) is not \[B, T\] = \(2, 37\)",
+    ),
+    "name": (
+        lambda a: dict(implementation="chunk"),
+        "implementation: 'chunk' is not known to delta_rule; choose one of",
+    ),
 }
 
 

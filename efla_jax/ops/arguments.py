@@ -1,4 +1,5 @@
-"""The arguments of a recurrence, checked and made uniform once, so that every implementation receives the same clean input."""
+"""The arguments of a recurrence, checked and made uniform once, so that every implementation receives the same clean
+input."""
 
 from typing import NamedTuple
 
@@ -10,7 +11,8 @@ from efla_jax.shapes import check_floating, check_heads, check_segment_ids, chec
 
 
 class Recurrence(NamedTuple):
-    """What an implementation gets: padding is already a no-op (zero k, u, erase, log decay), nothing optional is left but `erase`.
+    """What an implementation gets: padding is already a no-op (zero k, u, erase, log decay), nothing optional is left
+    but `erase`.
 
     q, k [B, T, G, K]; u [B, T, H, V]; erase [B, T, H] float32 or None (linear attention); log_decay [B, T, H] float32;
     initial_state [B, H, K, V] float32; starts [B, T] bool: the state is dropped before this token."""

@@ -1,21 +1,22 @@
-"""Both recurrences a chunk at a time (XLA): matrix products inside a chunk, a short scan from chunk to chunk, a hand-written backward.
+"""Both recurrences a chunk at a time (XLA): products inside a chunk, a scan over chunks, a hand-written backward.
 
-Letters: per chunk of C tokens, queries Q, keys K, write vectors U, erase e, running log decay G (from the chunk's start), state S at
-its start; R_ti = exp(G_t - G_i) for i <= t in the same document, else 0; "in" = exp(G_t) while no document has begun, "out" =
-exp(G_C - G_i) for the chunk's last document, else 0.
+Letters: per chunk of C tokens, queries Q, keys K, write vectors U, erase e, running log decay G (from the chunk's
+start), state S at its start; R_ti = exp(G_t - G_i) for i <= t in the same document, else 0; "in" = exp(G_t) while no
+document has begun, "out" = exp(G_C - G_i) for the chunk's last document, else 0.
 
     A = strict(e R . K K^T)        W = (I + A)^-1 (U - e in . K S)        linear attention: W = U
     O = in . Q S + (R . Q K^T) W   S' = in_C S + K^T (out . W)
 
-W holds the vectors really written. Saved for the backward: the inputs and the state at each chunk's start; the rest is recomputed.
-With cotangents dO of O and D of S':
+W holds the vectors really written. Saved for the backward: the inputs and the state at each chunk's start; the rest is
+recomputed. With cotangents dO of O and D of S':
 
     dW = (R . Q K^T)^T dO + out . K D      dP = (I + A)^-T dW = dU      dS = in_C D + Q^T (in . dO) - K^T (e in . dP)
     b = R . dO W^T        a = -strict(R . dP W^T)        X = e a
     dQ = in . dO S^T + b K                dK = out . W D^T - e in . dP S^T + b^T Q + (X + X^T) K
     de = rowsum(a . K K^T) - rowsum(K . (in . dP S^T))
-    dG = rowsum(M) - colsum(M) + rowsum(Q . (in . dO S^T)) - e rowsum(K . (in . dP S^T)) - z, plus in_C <S, D> + sum(z) at the chunk's
-         last row, with M = b . Q K^T + X . K K^T and z = rowsum(K . (out . W D^T));       dg = suffix sums of dG
+    dG = rowsum(M) - colsum(M) + rowsum(Q . (in . dO S^T)) - e rowsum(K . (in . dP S^T)) - z
+         with M = b . Q K^T + X . K K^T and z = rowsum(K . (out . W D^T)); the last row adds in_C <S, D> + sum(z)
+    dg = suffix sums of dG inside the chunk
 
 The triangle is inverted by substitution and block doubling: a Neumann product would fail for nearly parallel keys.
 """
@@ -30,7 +31,7 @@ from jax import lax
 from efla_jax.ops.arguments import Recurrence
 from efla_jax.shapes import CHUNK_SIZES
 
-FORGET = -128.0  # exp of it is 0 in float32: a stronger decay changes nothing and would only cost digits in the running sum
+FORGET = -128.0  # exp of it is 0 in float32: stronger decay changes nothing, and would cost digits in the running sum
 BLOCK = 8  # rows solved one by one before block doubling takes over; 8 and 16 measured alike, smaller ones slower
 GRID = 512.0  # multiples of 1/512 up to 128 tokens of 128 are exact in float32
 
@@ -50,10 +51,11 @@ class Decays(NamedTuple):
 
 
 def decays(log_decay: jax.Array, document: jax.Array, document_before: jax.Array) -> Decays:
-    """Decays of a chunk from log_decay [..., C], the document of each token [..., C] and of the token before the chunk [..., 1].
+    """Decays of a chunk from log_decay [..., C], the document of each token [..., C] and of the token before the chunk
+    [..., 1].
 
-    The running sum is kept in two parts, multiples of 1/512 (exact) and remainders below 1/512, so that its differences keep
-    float32 accuracy after strong decay."""
+    The running sum is kept in two parts, multiples of 1/512 (exact) and remainders below 1/512, so that its differences
+    keep float32 accuracy after strong decay."""
     log_decay = jnp.maximum(log_decay, FORGET)
     coarse = jnp.round(log_decay * GRID) / GRID
     sums = jnp.cumsum(coarse, -1), jnp.cumsum(log_decay - coarse, -1)
@@ -78,8 +80,8 @@ def diagonal_blocks(x: jax.Array, block: int, row: int = 0, column: int = 0, str
 def unit_lower_inverse(strict: jax.Array) -> jax.Array:
     """(I + strict)^-1 for strictly lower triangular [..., C, C] float32, C a power of two and at least BLOCK.
 
-    Substitution row by row inside diagonal blocks, then block doubling: from the inverses X1, X2 of two neighbouring blocks and the
-    block L below the first, [[X1, 0], [-X2 L X1, X2]]."""
+    Substitution row by row inside diagonal blocks, then block doubling: from the inverses X1, X2 of two neighbouring
+    blocks and the block L below the first, [[X1, 0], [-X2 L X1, X2]]."""
     size = strict.shape[-1]
     blocks = diagonal_blocks(strict, BLOCK)
     identity = jnp.eye(BLOCK, dtype=strict.dtype)
@@ -102,7 +104,8 @@ class Chunks(NamedTuple):
     """The arguments cut into chunks, the chunk axis first; R = H // G value heads read one key head.
 
     q, k [N, B, G, C, K]; u [N, B, G, R, C, V]; erase (or None) and log_decay [N, B, G, R, C] float32;
-    document [N, B, 1, 1, C] and before [N, B, 1, 1, 1]: the document of each token and of the token before the chunk."""
+    document [N, B, 1, 1, C] and before [N, B, 1, 1, 1]: the document of each token and of the token before the
+    chunk."""
 
     q: jax.Array
     k: jax.Array
@@ -135,16 +138,19 @@ def chunks(q, k, u, erase, log_decay, starts, size: int) -> Chunks:
     group = k.shape[2], u.shape[2] // k.shape[2]
     dtype = jnp.bfloat16 if q.dtype == k.dtype == u.dtype == jnp.bfloat16 else jnp.float32
     keys = lambda x: cut(x.astype(dtype), count, size, group[0])  # noqa: E731
-    gates = lambda x: None if x is None else cut(x, count, size, *group)[..., 0]  # noqa: E731
+    gates = lambda x: cut(x, count, size, *group)[..., 0]  # noqa: E731
     document = jnp.cumsum(cut(starts, count, size)[..., 0], axis=-1, dtype=jnp.int32)
     before = jnp.cumsum(document[..., -1:], axis=0) - document[..., -1:]
     document = document + before
     values = cut(u.astype(dtype), count, size, *group)
-    return Chunks(keys(q), keys(k), values, gates(erase), gates(log_decay), document[:, :, None, None], before[:, :, None, None])
+    return Chunks(
+        keys(q), keys(k), values, None if erase is None else gates(erase), gates(log_decay), document[:, :, None, None], before[:, :, None, None]
+    )
 
 
 class Inner(NamedTuple):
-    """What a chunk needs that no state enters: decays, the scores R . Q K^T and the inverse (I + A)^-1 (None without erase)."""
+    """What a chunk needs that no state enters: decays, the scores R . Q K^T and the inverse (I + A)^-1 (None without
+    erase)."""
 
     decay: Decays
     scores: jax.Array
@@ -166,7 +172,9 @@ def written(k, u, erase, into, inverse, state) -> jax.Array:
     if erase is None:
         return u
     known = product("...gck,...grkv->...grcv", k, state.astype(k.dtype))
-    return product("...ij,...jv->...iv", inverse, (u - (erase * into)[..., None] * known).astype(u.dtype)).astype(u.dtype)
+    return product("...ij,...jv->...iv", inverse, (u - (erase * into)[..., None] * known).astype(u.dtype)).astype(
+        u.dtype
+    )
 
 
 def forward(x: Chunks, state: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -186,7 +194,8 @@ def forward(x: Chunks, state: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arra
 
 
 def backward(x: Chunks, starts: jax.Array, d_o: jax.Array, d_final: jax.Array) -> tuple:
-    """Cotangents of q, k, u, erase, log_decay (cut) and of the initial state, from those of the outputs and of the final state."""
+    """Cotangents of q, k, u, erase, log_decay (cut) and of the initial state, from those of the outputs and of the
+    final state."""
     parts = inner(x)
     dtype = x.u.dtype
     d_o = d_o.astype(dtype)
@@ -261,7 +270,15 @@ def _backward(size, saved, cotangents):
         x, states, cut(d_o, states.shape[0], size, *states.shape[2:4]), d_final.reshape(states.shape[1:])
     )
     d_erase = None if erase is None else join(d_erase[..., None], erase)
-    return join(d_q, q), join(d_k, k), join(d_u, u), d_erase, join(d_decay[..., None], log_decay), d_initial.reshape(d_final.shape), None
+    return (
+        join(d_q, q),
+        join(d_k, k),
+        join(d_u, u),
+        d_erase,
+        join(d_decay[..., None], log_decay),
+        d_initial.reshape(d_final.shape),
+        None,
+    )
 
 
 solve.defvjp(_forward, _backward)

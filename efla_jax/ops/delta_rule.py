@@ -32,15 +32,16 @@ def delta_rule(
 
         S_t = exp(g_t) (I - e_t k_t k_t^T) S_{t-1} + k_t u_t^T        o_t = S_t^T q_t
 
-    q, k `[B, T, G, K]` (k of unit length for a stable step), u `[B, T, H, V]`, erase e and log_decay g <= 0 `[B, T, H]` (used in
-    float32; None is no decay). Value head h reads key head h // (H // G). No hidden scale: scale q yourself.
-    initial_state `[B, H, K, V]` belongs to the document of the row's first real token; segment_ids `[B, T]`: 0 is padding, a new id
-    begins a document with an empty state. Returns o `[B, T, H, V]` in the dtype of u and the float32 state after each row's last real
-    token. Any T >= 0; differentiable in every floating argument.
+    q, k `[B, T, G, K]` (k of unit length for a stable step), u `[B, T, H, V]`, erase e and log_decay g <= 0 `[B, T, H]`
+    (used in float32; None is no decay). Value head h reads key head h // (H // G). No hidden scale: scale q yourself.
+    initial_state `[B, H, K, V]` belongs to the document of the row's first real token; segment_ids `[B, T]`: 0 is
+    padding, a new id begins a document with an empty state. Returns o `[B, T, H, V]` in the dtype of u and the float32
+    state after each row's last real token. Any T >= 0; differentiable in every floating argument.
 
-    implementation: "recurrent" (the definition), "associative", "chunked" (XLA), "pallas" (GPU kernel), "auto". chunk_size: 16, 32, 64
-    or 128 tokens solved at once by "chunked". Raises ValueError for input that does not fit, NotImplementedError for a kernel that
-    does not support it. Source: DeltaNet (arXiv 2406.06484), Gated DeltaNet (arXiv 2412.06464), EFLA (arXiv 2512.12602).
+    implementation: "recurrent" (the definition), "associative", "chunked" (XLA), "pallas" (GPU kernel), "auto".
+    chunk_size: 16, 32, 64 or 128 tokens solved at once by "chunked". Raises ValueError for input that does not fit,
+    NotImplementedError for a kernel that does not support it. Source: DeltaNet (arXiv 2406.06484), Gated DeltaNet
+    (arXiv 2412.06464), EFLA (arXiv 2512.12602).
 
     >>> import jax.numpy as jnp
     >>> k = jnp.ones((1, 3, 1, 4)) / 2
@@ -51,5 +52,3 @@ def delta_rule(
     check_chunk_size(chunk_size)
     x = recurrence(q, k, u, erase, log_decay, initial_state, segment_ids)
     return dispatch("delta_rule", implementation, TABLE, automatic(x.k.shape[1]), (x, chunk_size))
-
-

@@ -1,15 +1,14 @@
 """The seam between an op and its implementations: `implementation="auto"` and what happens when one cannot serve.
 
-An implementation that does not support an input raises NotImplementedError with the reason; "auto" then tries the next. Wrong input
-is a ValueError and is never retried. Kernels are reached only from here, and only when asked for.
+An implementation that does not support an input raises NotImplementedError with the reason; "auto" then tries the next.
+Wrong input is a ValueError and is never retried. Kernels are reached only from here, and only when asked for.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, NoReturn
 
 import jax
 
-Result = TypeVar("Result")
 SHORT = 8  # tokens up to which the scan is cheaper than a chunk
 
 
@@ -23,25 +22,29 @@ def automatic(time: int) -> tuple[str, ...]:
     return ("recurrent",) if time <= SHORT else ("pallas", "chunked")
 
 
-def missing_kernel(op: str) -> Callable[..., Result]:
+def missing_kernel(op: str) -> Callable[..., NoReturn]:
     """The slot of a GPU kernel that is not built yet."""
 
-    def implementation(*_):
-        raise NotImplementedError(f"{op}: no GPU kernel is built yet (see kernels/README.md); use implementation='chunked' or 'auto'.")
+    def implementation(*_) -> NoReturn:
+        raise NotImplementedError(
+            f"{op}: no GPU kernel is built yet (see kernels/README.md); use implementation='chunked' or 'auto'."
+        )
 
     return implementation
 
 
 def dispatch(
-    op: str, implementation: str, table: Mapping[str, Callable[..., Result]], auto: Sequence[str], arguments: tuple
-) -> Result:
+    op: str, implementation: str, table: Mapping[str, Callable[..., Any]], auto: Sequence[str], arguments: tuple
+) -> Any:
     """Run `table[implementation](*arguments)`, or for "auto" the first name of `auto` that supports the arguments.
 
-    Raises ValueError for an unknown name, NotImplementedError when the named one does not support the input, and an ExceptionGroup
-    of every reason when all of `auto` decline."""
+    Raises ValueError for an unknown name, NotImplementedError when the named one does not support the input, and an
+    ExceptionGroup of every reason when all of `auto` decline."""
     if implementation != "auto":
         if implementation not in table:
-            raise ValueError(f"implementation: {implementation!r} is not known to {op}; choose one of {('auto', *table)}.")
+            raise ValueError(
+                f"implementation: {implementation!r} is not known to {op}; choose one of {('auto', *table)}."
+            )
         return table[implementation](*arguments)
     declined = []
     for name in auto:

@@ -1,8 +1,10 @@
 """Exact flow of the delta rule: coefficients of one token solved exactly in continuous time, in unit-key form.
 
-Per token the memory follows dS/dtau = -k k^T S + k v^T for a time beta. With n = |k|, x = beta n^2 and phi(x) = (1 - exp(-x)) / x:
+Per token the memory follows dS/dtau = -k k^T S + k v^T for a time beta. With n = |k|, x = beta n^2 and phi(x) = (1 -
+exp(-x)) / x:
 
-    S_t = (I - s k k^T / n^2) S_{t-1} + (k / n) (m v)^T        s = x phi(x) = 1 - exp(-x)        m = s / n = beta n phi(x)
+    S_t = (I - s k k^T / n^2) S_{t-1} + (k / n) (m v)^T        s = x phi(x) = 1 - exp(-x)        m = s / n = beta n
+    phi(x)
 
 so an EFLA step is a delta-rule step with the unit key k / n, the erase gate s in [0, 1) and the write vector m v.
 """
@@ -21,7 +23,8 @@ SERIES_BELOW = 0.2  # where the closed form of phi' has lost as many digits as t
 def phi(x: Float[Array, "*rest"]) -> Float[Array, "*rest"]:
     """(1 - exp(-x)) / x, and 1 at x = 0, elementwise for x >= 0; accurate derivatives of every x in float32.
 
-    The derivative is (exp(-x) - phi(x)) / x, or its series below 0.2: autodiff of the quotient loses every digit as x -> 0.
+    The derivative is (exp(-x) - phi(x)) / x, or its series below 0.2: autodiff of the quotient loses every digit as x
+    -> 0.
 
     >>> import jax, jax.numpy as jnp
     >>> float(phi(jnp.float32(0.0))), float(jax.grad(phi)(jnp.float32(0.0)))
@@ -47,7 +50,8 @@ def _phi_jvp(primals, tangents):
 
 
 def key_norms(k, v, gates: dict) -> tuple[jax.Array, jax.Array]:
-    """(unit keys [B, T, G, K] in the dtype of k, norms [B, T, H] float32), after checking k, v and the gates [B, T, H]."""
+    """(unit keys [B, T, G, K] in the dtype of k, norms [B, T, H] float32), after checking k, v and the gates [B, T,
+    H]."""
     sizes = check_shapes({"k": (k, "BTGK"), "v": (v, "BTHV"), **{name: (gate, "BTH") for name, gate in gates.items()}})
     check_floating({"k": k, "v": v, **gates})
     check_heads(sizes["G"], sizes["H"])
@@ -64,9 +68,10 @@ def exact_flow(k: Keys, v: Values, beta: Gates) -> tuple[Keys, Values, Gates]:
 
         unit_k = k / |k|      erase = 1 - exp(-beta |k|^2)      u = beta |k| phi(beta |k|^2) v
 
-    k `[B, T, G, K]`, not normalised: its norm sets how much is erased and written. v `[B, T, H, V]`; beta `[B, T, H]` >= 0, the
-    integration time. Returns unit_k and u in the dtypes of k and v, erase in float32. A zero key writes nothing and gets no gradient.
-    Raises ValueError for shapes or dtypes that do not fit. Source: EFLA (arXiv 2512.12602), equations 8-15, in unit-key form.
+    k `[B, T, G, K]`, not normalised: its norm sets how much is erased and written. v `[B, T, H, V]`; beta `[B, T, H]`
+    >= 0, the integration time. Returns unit_k and u in the dtypes of k and v, erase in float32. A zero key writes
+    nothing and gets no gradient. Raises ValueError for shapes or dtypes that do not fit. Source: EFLA (arXiv
+    2512.12602), equations 8-15, in unit-key form.
 
     >>> import jax.numpy as jnp
     >>> k, v, beta = jnp.ones((1, 1, 1, 4)), jnp.ones((1, 1, 1, 2)), jnp.full((1, 1, 1), 100.0)
@@ -87,8 +92,8 @@ def gated_exact_flow(k: Keys, v: Values, beta: Gates, log_decay: Gates) -> tuple
 
         g = a - 1      xe = a beta |k|^2      erase = 1 - exp(-xe)      u = beta |k| phi(1 - a + xe) v
 
-    k `[B, T, G, K]`, v `[B, T, H, V]`, beta >= 0 and log_decay <= 0 `[B, T, H]`. The decay applied, exp(g), lies in (0.368, 1].
-    Returns unit_k and u in the dtypes of k and v, erase and g in float32. log_decay = 0 gives `exact_flow`.
+    k `[B, T, G, K]`, v `[B, T, H, V]`, beta >= 0 and log_decay <= 0 `[B, T, H]`. The decay applied, exp(g), lies in
+    (0.368, 1]. Returns unit_k and u in the dtypes of k and v, erase and g in float32. log_decay = 0 gives `exact_flow`.
     Raises ValueError for shapes or dtypes that do not fit. Source: EFLA (arXiv 2512.12602), appendix D.
 
     >>> import jax.numpy as jnp

@@ -31,8 +31,8 @@ def linear_attention(
 
         S_t = exp(g_t) S_{t-1} + k_t u_t^T        o_t = S_t^T q_t
 
-    Shapes, state, segments, implementations and errors are those of `delta_rule` without `erase`; Mamba-2 is q = C, k = B, u = dt x,
-    g = dt A. Source: Mamba-2 (arXiv 2405.21060).
+    Shapes, state, segments, implementations and errors are those of `delta_rule` without `erase`; Mamba-2 is q = C, k =
+    B, u = dt x, g = dt A. Source: Mamba-2 (arXiv 2405.21060).
 
     >>> import jax.numpy as jnp
     >>> k = jnp.ones((1, 3, 1, 4)) / 2

@@ -1,6 +1,7 @@
-"""Token by token: the definition of both recurrences as a `lax.scan`, in float32. Slow, exact, differentiable by autodiff.
+"""Token by token: the definition of both recurrences as a `lax.scan`, in float32. Slow, exact, differentiable by
+autodiff.
 
-    S_t = exp(g_t) (I - e_t k_t k_t^T) S_{t-1} + k_t u_t^T        o_t = S_t^T q_t        (e_t absent: linear attention)
+S_t = exp(g_t) (I - e_t k_t k_t^T) S_{t-1} + k_t u_t^T        o_t = S_t^T q_t        (e_t absent: linear attention)
 """
 
 import functools
@@ -25,7 +26,9 @@ def recurrent(x: Recurrence, _chunk_size: int) -> tuple[jax.Array, jax.Array]:
         q, k, u, erase, decay, starts = token
         state = jnp.where(starts[:, None, None, None, None], 0.0, state)
         state = jnp.exp(decay)[..., None, None] * state
-        write = u if erase is None else u - erase[..., None] * jnp.einsum("bgk,bgrkv->bgrv", k, state, precision=PRECISION)
+        write = (
+            u if erase is None else u - erase[..., None] * jnp.einsum("bgk,bgrkv->bgrv", k, state, precision=PRECISION)
+        )
         state = state + k[:, :, None, :, None] * write[..., None, :]
         return state, jnp.einsum("bgk,bgrkv->bgrv", q, state, precision=PRECISION)
 

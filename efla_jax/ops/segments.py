@@ -1,7 +1,8 @@
 """Documents packed in one row: who is real, where a document begins, and where a token stands in its document.
 
-Padding (id 0) is invisible wherever it stands: ids are compared with the previous real token's, and every result is that of the row
-with its padding removed. This is the only place that interprets `segment_ids`; operators and layers use what it returns.
+Padding (id 0) is invisible wherever it stands: ids are compared with the previous real token's, and every result is
+that of the row with its padding removed. This is the only place that interprets `segment_ids`; operators and layers use
+what it returns.
 """
 
 from typing import NamedTuple
@@ -18,8 +19,8 @@ class Segments(NamedTuple):
     """What the ids of a [B, T] batch mean.
 
     real      [B, T] bool   the token is not padding
-    starts    [B, T] bool   a real token whose document differs from that of the real token before it (never the row's first)
-    document  [B, T] int32  how many `starts` lie at or before the token; 0 belongs to the initial state
+    starts    [B, T] bool   a real token whose document differs from that of the real token before it (never the row's
+    first) document  [B, T] int32  how many `starts` lie at or before the token; 0 belongs to the initial state
     """
 
     real: Bool[Array, "B T"]
@@ -48,8 +49,8 @@ def positions(
 ) -> Int[Array, "B T"]:
     """Position [B, T] int32 of every token in its document, counting real tokens only.
 
-    `start` [B] is the number of tokens that the row's first document already has (0 without it). Padding gets the position of the
-    token before it (or of the document's first): it is never used."""
+    `start` [B] is the number of tokens that the row's first document already has (0 without it). Padding gets the
+    position of the token before it (or of the document's first): it is never used."""
     start = jnp.zeros((batch,), jnp.int32) if start is None else start
     if segment_ids is None:
         return start[:, None] + jnp.arange(time, dtype=jnp.int32)
@@ -60,8 +61,11 @@ def positions(
 
 
 @jax.custom_vjp
-def permute_time(x: Float[Array, "B T *rest"], order: Int[Array, "B T"], inverse: Int[Array, "B T"]) -> Float[Array, "B T *rest"]:
-    """x[b, order[b, t]]; `inverse` undoes `order`, so that the gradient is a gather too (a scatter would be slower and unordered)."""
+def permute_time(
+    x: Float[Array, "B T *rest"], order: Int[Array, "B T"], inverse: Int[Array, "B T"]
+) -> Float[Array, "B T *rest"]:
+    """x[b, order[b, t]]; `inverse` undoes `order`, so that the gradient is a gather too (a scatter would be slower and
+    unordered)."""
     return jnp.take_along_axis(x, order.reshape(order.shape + (1,) * (x.ndim - 2)), axis=1)
 
 
@@ -78,6 +82,7 @@ permute_time.defvjp(_permute_forward, _permute_backward)
 
 
 def real_first(real: Bool[Array, "B T"]) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """(order, inverse) [B, T]: the permutation that moves each row's real tokens to its front, in order, and the one that undoes it."""
+    """(order, inverse) [B, T]: the permutation that moves each row's real tokens to its front, in order, and the one
+    that undoes it."""
     order = jnp.argsort(~real, axis=1, stable=True).astype(jnp.int32)
     return order, jnp.argsort(order, axis=1).astype(jnp.int32)
