@@ -1,0 +1,16 @@
+"""Flax Linen mixers and blocks, thin over `ops`. MIXERS is the only registry: the names in a model's pattern."""
+
+from efla_jax.layers.delta_net import DeltaNet as DeltaNet
+from efla_jax.layers.efla import EFLA as EFLA
+from efla_jax.layers.gated_delta_net import GatedDeltaNet as GatedDeltaNet
+from efla_jax.layers.gated_efla import GatedEFLA as GatedEFLA
+from efla_jax.layers.mamba2 import Mamba2 as Mamba2
+from efla_jax.layers.reading import Reading as Reading
+
+MIXERS = {
+    "delta_net": DeltaNet,
+    "efla": EFLA,
+    "gated_delta_net": GatedDeltaNet,
+    "gated_efla": GatedEFLA,
+    "mamba2": Mamba2,
+}

@@ -1,7 +1,7 @@
-"""What a mixer carries from call to call, and the one rule that decides whether it still counts: does the document go on?
+"""What a mixer carries from call to call, and the rule that decides whether it still counts: does the document go on?
 
-A cache is an immutable pytree whose leaves begin with the batch axis; structure, shapes and dtypes never change, so that it can be the
-carry of `lax.scan`. It remembers the id of each row's last real token (0: nothing seen yet).
+A cache is an immutable pytree whose leaves begin with the batch axis; structure, shapes and dtypes never change, so
+that it can be the carry of `lax.scan`. It remembers the id of each row's last real token (0: nothing seen yet).
 """
 
 from typing import NamedTuple
@@ -31,9 +31,9 @@ def continues(
 ) -> tuple[Bool[Array, " B"], Int[Array, " B"]]:
     """(keep, segment) [B]: does this call go on with the cached document, and what is the last real id after it.
 
-    keep is False where the first real id of the call differs from a remembered one: that row's state belongs to another document. A row
-    that has seen nothing keeps what it has (an initial state), and so does a row without a real token in this call. Without ids every
-    token goes on with the cached document; a fresh row then gets id 1."""
+    keep is False where the first real id of the call differs from a remembered one: that row's state belongs to another
+    document. A row that has seen nothing keeps what it has (an initial state), and so does a row without a real token
+    in this call. Without ids every token goes on with the cached document; a fresh row then gets id 1."""
     if segment_ids is None:
         return jnp.ones(segment.shape, bool), jnp.where(segment == 0, 1, segment)
     if segment_ids.shape[1] == 0:

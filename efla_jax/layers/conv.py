@@ -1,0 +1,26 @@
+"""The depthwise causal convolution in front of a recurrence, with its weights."""
+
+import jax
+from flax import linen as nn
+from jax.typing import DTypeLike
+
+from efla_jax.layers.initializers import kernel_initializer
+from efla_jax.ops import causal_conv
+from efla_jax.shapes import SegmentIds
+
+
+class CausalConv(nn.Module):
+    """`ops.causal_conv` with parameters weight [W, D] (last tap: the current token) and, with use_bias, bias [D]."""
+
+    taps: int
+    use_bias: bool = False
+    dtype: DTypeLike = "float32"
+
+    @nn.compact
+    def __call__(self, x: jax.Array, segment_ids: SegmentIds | None, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x [B, T, D], state [B, W-1, D] -> y [B, T, D] in `dtype` and the next state."""
+        channels = x.shape[-1]
+        weight = self.param("weight", kernel_initializer("uniform", 0.0), (self.taps, channels))
+        bias = self.param("bias", nn.initializers.zeros, (channels,)) if self.use_bias else None
+        x = x.astype(self.dtype)
+        return causal_conv(x, weight, bias, initial_state=state, segment_ids=segment_ids)

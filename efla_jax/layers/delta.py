@@ -1,0 +1,127 @@
+"""The block around the delta rule that its mixers share; each adds how key, value and beta become a step."""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.typing import DTypeLike
+
+from efla_jax.layers.cache import RecurrentCache, carry_on, continues
+from efla_jax.layers.fields import check_choice, head_width
+from efla_jax.layers.projections import ACTIVATIONS, gate, heads, merge_heads
+from efla_jax.layers.reading import read_delta_step
+from efla_jax.ops import delta_rule, l2_normalize
+from efla_jax.ops.segments import mask_padding
+from efla_jax.shapes import SegmentIds, check_chunk_size, check_heads
+
+BETA = {"sigmoid": nn.sigmoid, "softplus": nn.softplus}
+
+
+class DeltaMixer(nn.Module):
+    """Projections, short convolution, activation, gates in float32, the delta rule, output norm and gate, projection.
+
+    head_dim          K, the key dim of a head; None: width / num_heads
+    num_key_heads     G, must divide num_heads; None: num_heads
+    expand_v          V = expand_v K
+    conv_width        taps of the convolution over q, k and v; 0: none
+    query_norm        "l2": queries of unit length; "none": as they come
+    beta_activation   "sigmoid" or "softplus"
+    beta_bias         None: beta's projection has no bias; a number: it has one, which begins there
+    output_norm, output_gate, output_projection    RMSNorm per head, times SiLU of a projection, back to width
+    kernel_init, gate_init    see `kernel_initializer`; gates are the projections to one number per head
+    dtype             of the products; parameters, gates and states are float32
+    """
+
+    width: int
+    num_heads: int
+    head_dim: int | None = None
+    num_key_heads: int | None = None
+    expand_v: float = 1.0
+    conv_width: int = 4
+    activation: str = "silu"
+    query_norm: str = "l2"
+    beta_activation: str = "sigmoid"
+    beta_bias: float | None = None
+    output_norm: bool = True
+    output_gate: bool = False
+    output_projection: bool = True
+    kernel_init: str = "lecun"
+    gate_init: str = "uniform"
+    init_std: float = 0.02
+    norm_eps: float = 1e-6
+    chunk_size: int = 64
+    implementation: str = "auto"
+    dtype: DTypeLike = "float32"
+
+    def __post_init__(self):
+        self.sizes()
+        check_choice("activation", self.activation, ACTIVATIONS)
+        check_choice("query_norm", self.query_norm, ("l2", "none"))
+        check_choice("beta_activation", self.beta_activation, BETA)
+        check_chunk_size(self.chunk_size)
+        super().__post_init__()
+
+    @nn.nowrap
+    def sizes(self) -> tuple[int, int, int, int]:
+        """(G, H, K, V). Raises ValueError for fields that do not fit together."""
+        heads, key_heads = self.num_heads, self.num_key_heads or self.num_heads
+        key_dim = head_width(self.width, heads, self.head_dim)
+        check_heads(key_heads, heads)
+        value_dim = round(self.expand_v * key_dim)
+        if value_dim < 1 or abs(value_dim - self.expand_v * key_dim) > 1e-6 * value_dim:
+            raise ValueError(f"expand_v: {self.expand_v} times the key dim {key_dim} is not a positive whole number.")
+        if not self.output_projection and heads * value_dim != self.width:
+            raise ValueError(f"output_projection: without it {heads} heads of {value_dim} must be width={self.width}.")
+        return key_heads, heads, key_dim, value_dim
+
+    @nn.nowrap
+    def init_cache(self, batch_size: int) -> RecurrentCache:
+        """The cache of `batch_size` rows that have seen nothing."""
+        key_heads, heads, key_dim, value_dim = self.sizes()
+        channels = (key_heads * key_dim, key_heads * key_dim, heads * value_dim) if self.conv_width else ()
+        conv = tuple(jnp.zeros((batch_size, self.conv_width - 1, size), self.dtype) for size in channels)
+        state = jnp.zeros((batch_size, heads, key_dim, value_dim), jnp.float32)
+        return RecurrentCache(conv, state, jnp.zeros((batch_size,), jnp.int32))
+
+    def coefficients(self, k, v, beta, log_decay):
+        """(unit k, u, erase, log decay) of `ops.delta_rule` from raw keys, values, beta and raw log decay (or None)."""
+        raise NotImplementedError("DeltaMixer is the common part; use one of layers.MIXERS.")
+
+    def log_decay(self, x: jax.Array) -> jax.Array | None:
+        """Raw log decay [B, T, H] float32; None: the mixer never forgets by itself."""
+        return None
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, segment_ids: SegmentIds | None = None, cache: RecurrentCache | None = None
+    ) -> tuple[jax.Array, RecurrentCache]:
+        """x [B, T, width] -> y [B, T, width] in `dtype` and the cache after each row's last real token; any T >= 0."""
+        key_heads, value_heads, key_dim, value_dim = self.sizes()
+        if segment_ids is not None:
+            x = mask_padding(segment_ids != 0, x)
+        cache = self.init_cache(x.shape[0]) if cache is None else cache
+        keep, segment = continues(cache.segment, segment_ids)
+        inputs, state = carry_on(keep, (cache.conv, cache.state))
+
+        q, q_inputs = heads(self, "q", x, (key_heads, key_dim), segment_ids, inputs[0:1])
+        k, k_inputs = heads(self, "k", x, (key_heads, key_dim), segment_ids, inputs[1:2])
+        v, v_inputs = heads(self, "v", x, (value_heads, value_dim), segment_ids, inputs[2:3])
+        q = l2_normalize(q) if self.query_norm == "l2" else q
+        beta = self.beta(x)
+        unit_k, u, erase, log_decay = self.coefficients(k, v, beta, self.log_decay(x))
+        read_delta_step(k, beta, erase, log_decay, segment_ids)
+        o, state = delta_rule(
+            q, unit_k, u, erase, log_decay,
+            initial_state=state, segment_ids=segment_ids,
+            chunk_size=self.chunk_size, implementation=self.implementation,
+        )  # fmt: skip
+        return merge_heads(self, o, x), RecurrentCache(q_inputs + k_inputs + v_inputs, state, segment)
+
+    def beta_logits(self, x: jax.Array) -> jax.Array:
+        logits = gate(self, "b_proj")(x)
+        if self.beta_bias is None:
+            return logits
+        return logits + self.param("b_bias", nn.initializers.constant(self.beta_bias), (self.num_heads,))
+
+    def beta(self, x: jax.Array) -> jax.Array:
+        """Write strength, or integration time, [B, T, H] float32, >= 0."""
+        return BETA[self.beta_activation](self.beta_logits(x))

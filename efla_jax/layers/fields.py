@@ -1,0 +1,40 @@
+"""The fields of a module, checked when it is built; a ValueError names field, rule and nearest match."""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+
+MODULE_FIELDS = ("name", "parent")  # every Linen module has them; they are no options
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """' Did you mean ...?' for a name close to a known one, else nothing."""
+    matches = difflib.get_close_matches(str(name), list(known), n=1)
+    return f" Did you mean {matches[0]!r}?" if matches else ""
+
+
+def check_choice(field: str, value: object, choices: Iterable[str]) -> None:
+    """Raise ValueError unless value is one of choices."""
+    choices = tuple(choices)
+    if value not in choices:
+        raise ValueError(f"{field}: {value!r} is not one of {choices}.{nearest(value, choices)}")
+
+
+def check_options(owner: str, module: type, options: Mapping) -> None:
+    """Raise ValueError unless every key of options is a field of the module class."""
+    known = [field.name for field in dataclasses.fields(module) if field.init and field.name not in MODULE_FIELDS]
+    for name in options:
+        if name not in known:
+            raise ValueError(
+                f"{owner}: {name!r} is not an option of {module.__name__}.{nearest(name, known)}"
+                f" Its options: {', '.join(known)}."
+            )
+
+
+def head_width(width: int, num_heads: int, head_dim: int | None) -> int:
+    """head_dim, or width / num_heads without it. Raises ValueError when that is not a whole number."""
+    if num_heads < 1:
+        raise ValueError(f"num_heads: {num_heads} heads, but at least one is needed.")
+    if head_dim is None and width % num_heads:
+        raise ValueError(f"width: {width} is not divisible by num_heads={num_heads}. Change one or set head_dim.")
+    return width // num_heads if head_dim is None else head_dim

@@ -1,0 +1,55 @@
+"""From the width of the model to heads and back. Called in a mixer's compact method: the sub-modules are the mixer's.
+
+`mixer` is the module that calls; its fields (see `DeltaMixer`) say how a projection begins and computes.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import lax
+
+from efla_jax.layers.conv import CausalConv
+from efla_jax.layers.initializers import kernel_initializer
+
+ACTIVATIONS = {"silu": nn.silu, "none": lambda x: x}
+
+
+def float32_sums(x, kernel, dimensions, precision=None) -> jax.Array:
+    """`lax.dot_general` with sums and result in float32, whatever the dtype of the operands."""
+    return lax.dot_general(x, kernel, dimensions, precision=precision, preferred_element_type=jnp.float32)
+
+
+def dense(mixer, name: str, features: int) -> nn.Dense:
+    """A projection without bias: products and result in the mixer's dtype."""
+    init = kernel_initializer(mixer.kernel_init, mixer.init_std)
+    return nn.Dense(features, use_bias=False, kernel_init=init, dtype=mixer.dtype, name=name)
+
+
+def gate(mixer, name: str) -> nn.Dense:
+    """A projection to one number per head, without bias: products in the mixer's dtype, sums and result in float32."""
+    init = kernel_initializer(mixer.gate_init, mixer.init_std)
+    return nn.Dense(
+        mixer.num_heads, use_bias=False, kernel_init=init, dtype=mixer.dtype, dot_general=float32_sums, name=name
+    )
+
+
+def heads(mixer, name, x, shape, segment_ids, inputs) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Projection, convolution and activation of x [B, T, D], as [B, T, *shape], and the convolution's next inputs.
+
+    `inputs` and the next inputs are one array [B, W-1, C] in a tuple, empty when the mixer has no convolution."""
+    y = dense(mixer, f"{name}_proj", shape[0] * shape[1])(x)
+    if mixer.conv_width:
+        y, after = CausalConv(mixer.conv_width, dtype=mixer.dtype, name=f"{name}_conv")(y, segment_ids, *inputs)
+        inputs = (after,)
+    return ACTIVATIONS[mixer.activation](y).reshape(*y.shape[:2], *shape), inputs
+
+
+def merge_heads(mixer, o: jax.Array, x: jax.Array) -> jax.Array:
+    """Norm per head, gate from x [B, T, D] and projection of the outputs o [B, T, H, V], as [B, T, width]."""
+    shape = o.shape
+    if mixer.output_norm:
+        o = nn.RMSNorm(epsilon=mixer.norm_eps, dtype=jnp.float32, name="o_norm")(o)
+    if mixer.output_gate:
+        o *= nn.silu(dense(mixer, "g_proj", shape[2] * shape[3])(x).astype(jnp.float32)).reshape(shape)
+    y = o.astype(mixer.dtype).reshape(*shape[:2], shape[2] * shape[3])
+    return dense(mixer, "o_proj", mixer.width)(y) if mixer.output_projection else y
