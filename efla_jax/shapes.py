@@ -58,8 +58,8 @@ def check_shapes(arguments: Mapping[str, tuple[jax.Array | None, str]]) -> dict[
             if sizes.setdefault(letter, size) != size:
                 known = ", ".join(f"{c}={sizes[c]}" for c in legend if c in sizes)
                 raise ValueError(
-                    f"{name}: shape {array.shape} does not fit {layout}: {letter} ({AXES.get(letter, letter)}) is {size}"
-                    f" here but {sizes[letter]} in {owner[letter]} (expected {known})."
+                    f"{name}: shape {array.shape} does not fit {layout}: {letter} ({AXES.get(letter, letter)})"
+                    f" is {size} here but {sizes[letter]} in {owner[letter]} (expected {known})."
                     f" The layout is [batch, time, heads, dim]; transpose or slice {name}."
                 )
             owner.setdefault(letter, name)

@@ -1,8 +1,13 @@
-"""Pure functions: recurrences, their coefficients, convolution, attention. No parameters, no modules, no configuration."""
+"""Pure functions: recurrences, their coefficients, convolution, attention. No parameters, modules or configuration."""
 
+from efla_jax.ops.attention import KVCache as KVCache
+from efla_jax.ops.attention import init_kv_cache as init_kv_cache
+from efla_jax.ops.attention import softmax_attention as softmax_attention
+from efla_jax.ops.conv import causal_conv as causal_conv
 from efla_jax.ops.delta_rule import delta_rule as delta_rule
 from efla_jax.ops.exact_flow import exact_flow as exact_flow
 from efla_jax.ops.exact_flow import gated_exact_flow as gated_exact_flow
 from efla_jax.ops.exact_flow import phi as phi
 from efla_jax.ops.linear_attention import linear_attention as linear_attention
 from efla_jax.ops.normalize import l2_normalize as l2_normalize
+from efla_jax.ops.rope import apply_rope as apply_rope

@@ -6,6 +6,7 @@ k_t u_t^T; a document's first token has A_t = 0. Maps compose by (A2, X2) o (A1,
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +27,9 @@ def associative(x: Recurrence, _chunk_size: int) -> tuple[jax.Array, jax.Array]:
     q = jnp.repeat(x.q.astype(jnp.float32), repeats, axis=2)
     keep = jnp.exp(jnp.where(x.starts[..., None], -jnp.inf, x.log_decay))[..., None, None]
     write = k[..., :, None] * x.u.astype(jnp.float32)[..., None, :]
+    compose: Callable[..., jax.Array] = jnp.multiply
     if x.erase is None:
-        transition, compose = keep, jnp.multiply
+        transition = keep
     else:
         outer = k[..., :, None] * k[..., None, :]
         transition = keep * (jnp.eye(k.shape[-1]) - x.erase[..., None, None] * outer)

@@ -141,11 +141,10 @@ def chunks(q, k, u, erase, log_decay, starts, size: int) -> Chunks:
     gates = lambda x: cut(x, count, size, *group)[..., 0]  # noqa: E731
     document = jnp.cumsum(cut(starts, count, size)[..., 0], axis=-1, dtype=jnp.int32)
     before = jnp.cumsum(document[..., -1:], axis=0) - document[..., -1:]
-    document = document + before
+    document, before = (x[:, :, None, None] for x in (document + before, before))
     values = cut(u.astype(dtype), count, size, *group)
-    return Chunks(
-        keys(q), keys(k), values, None if erase is None else gates(erase), gates(log_decay), document[:, :, None, None], before[:, :, None, None]
-    )
+    erase = None if erase is None else gates(erase)
+    return Chunks(keys(q), keys(k), values, erase, gates(log_decay), document, before)
 
 
 class Inner(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import jax
 
+Table = Mapping[str, Callable[..., Any]]
 SHORT = 8  # tokens up to which the scan is cheaper than a chunk
 
 
@@ -33,9 +34,7 @@ def missing_kernel(op: str) -> Callable[..., NoReturn]:
     return implementation
 
 
-def dispatch(
-    op: str, implementation: str, table: Mapping[str, Callable[..., Any]], auto: Sequence[str], arguments: tuple
-) -> Any:
+def dispatch(op: str, implementation: str, table: Table, auto: Sequence[str], arguments: tuple) -> Any:
     """Run `table[implementation](*arguments)`, or for "auto" the first name of `auto` that supports the arguments.
 
     Raises ValueError for an unknown name, NotImplementedError when the named one does not support the input, and an

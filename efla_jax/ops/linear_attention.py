@@ -3,11 +3,11 @@
 from efla_jax.ops.arguments import recurrence
 from efla_jax.ops.associative import associative
 from efla_jax.ops.chunked import chunked
-from efla_jax.ops.dispatch import automatic, dispatch, missing_kernel
+from efla_jax.ops.dispatch import Table, automatic, dispatch, missing_kernel
 from efla_jax.ops.recurrent import recurrent
 from efla_jax.shapes import Gates, Keys, Queries, SegmentIds, State, Values, check_chunk_size
 
-TABLE = {
+TABLE: Table = {
     "recurrent": recurrent,
     "associative": associative,
     "chunked": chunked,
