@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from efla_jax.layers.attention import Attention
 from efla_jax.ops import KVCache, apply_rope, init_kv_cache, softmax_attention
 from efla_jax.ops import attention as attention_file
 from tests.oracle import TOLERANCE, assert_close
@@ -171,18 +172,19 @@ def test_bfloat16(block, monkeypatch):
 def test_a_packed_document_equals_the_document_alone_and_rows_do_not_mix():
     args, _ = arguments()
     q, k, v = (x[:2] for x in args[:3])
-    packed, state = softmax_attention(q, k, v, segment_ids=jnp.array([[1, 1, 1, 2, 2, 2, 2], [0, 4, 4, 0, 4, 4, 0]]))
-    alone, last = softmax_attention(q[:1, 3:], k[:1, 3:], v[:1, 3:])
+    op = jax.jit(softmax_attention)
+    packed, state = op(q, k, v, segment_ids=jnp.array([[1, 1, 1, 2, 2, 2, 2], [0, 4, 4, 0, 4, 4, 0]]))
+    alone, last = op(q[:1, 3:], k[:1, 3:], v[:1, 3:])
     assert_close((packed[:1, 3:], state.k[:1, :4]), (alone, last.k), ("o", "k"), TOLERANCE["float32"])
     real = np.array([1, 2, 4, 5])
-    alone, last = softmax_attention(q[1:, real], k[1:, real], v[1:, real])
+    alone, last = op(q[1:, real], k[1:, real], v[1:, real])
     assert_close((packed[1:, real], state.v[1:, :4]), (alone, last.v), ("o", "v"), TOLERANCE["float32"])
 
 
 def test_decoding_in_a_scan():
     (q, k, v, *_), _ = arguments()
     empty = init_kv_cache(BATCH, CAPACITY, KEY_HEADS, KEY_DIM, VALUE_DIM)
-    whole, state = softmax_attention(q, k, v, initial_state=empty)
+    whole, state = jax.jit(softmax_attention)(q, k, v, initial_state=empty)
 
     def step(cache, token):
         o, cache = softmax_attention(*(x[:, None] for x in token), initial_state=cache)
@@ -246,7 +248,7 @@ def test_a_document_that_outgrows_the_cache():
     lost = np.zeros((BATCH, TIME), bool)
     lost[0, 5:] = lost[2, 6] = True
     np.testing.assert_array_equal(np.isnan(o), np.broadcast_to(lost[..., None, None], o.shape))
-    fits, _ = softmax_attention(q[:, :5], k[:, :5], v[:, :5], initial_state=cache, segment_ids=ids[:, :5])
+    fits, _ = op(q[:, :5], k[:, :5], v[:, :5], cache, ids[:, :5])
     assert_close((o[:, :5],), (fits,), ("o",), TOLERANCE["float32"])
     assert state.length.tolist() == [9, 1, 8, 7, 7]
 
@@ -350,3 +352,109 @@ def test_rope_wrong_input(unchecked):
     ):
         with pytest.raises(ValueError, match=message):
             apply_rope(*args)
+
+
+def mixer_and_parameters(**fields):
+    mixer = Attention(**{"width": 10, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "max_length": 9, **fields})
+    return mixer, jax.jit(mixer.init)(jax.random.key(0), jnp.zeros((1, 1, mixer.width)))
+
+
+def mix(mixer, pieces, ids, fresh, params, x):
+    """(y, cache) after feeding x in pieces, from cache=None or from init_cache."""
+    cache, outputs, start = None if fresh else mixer.init_cache(x.shape[0]), [], 0
+    for size in pieces:
+        piece = slice(start, start + size)
+        y, cache = mixer.apply(params, x[:, piece], None if ids is None else jnp.asarray(ids[:, piece]), cache)
+        outputs.append(y)
+        start += size
+    return jnp.concatenate(outputs, 1), cache
+
+
+@pytest.mark.parametrize("ids", [None, IDS], ids=["every", "packed"])
+def test_the_mixer_in_any_pieces(ids):
+    mixer, params = mixer_and_parameters(qk_norm=ids is not None)
+    x = jax.random.normal(jax.random.key(1), (5, 7, 10))
+    x = x if ids is None else jnp.where((ids == 0)[..., None], jnp.nan, x)
+    weight = jax.random.normal(jax.random.key(2), x.shape)
+
+    def loss(pieces, fresh, params, x):
+        y, cache = mix(mixer, pieces, ids, fresh, params, x)
+        return jnp.sum(y * weight) + jnp.sum(jnp.sin(cache.kv.k)) + jnp.sum(jnp.cos(cache.kv.v)), (y, cache)
+
+    def everything(pieces, fresh):
+        slope = jax.value_and_grad(functools.partial(loss, pieces, fresh), (0, 1), has_aux=True)
+        (_, (y, cache)), slopes = jax.jit(slope)(params, x)
+        return jax.tree.leaves((y, cache, slopes)), cache, slopes[1]
+
+    whole, cache, slope = everything((7,), True)
+    for pieces, fresh in (((3, 0, 2, 2), True), ((1, 6), False)):
+        got, after, _ = everything(pieces, fresh)
+        assert_close(got, whole, [str(i) for i in range(len(whole))], TOLERANCE["float32"])
+        assert jax.tree.structure(after) == jax.tree.structure(cache)
+    if ids is not None:
+        assert not np.any(np.asarray(slope)[ids == 0])
+        assert cache.kv.length.tolist() == [5, 3, 2, 1, 0] and cache.segment.tolist() == [3, 5, 3, 1, 0]
+
+
+def test_a_packed_document_equals_the_document_alone_in_the_mixer():
+    mixer, params = mixer_and_parameters(num_kv_heads=None)
+    apply, x = jax.jit(mixer.apply), jax.random.normal(jax.random.key(1), (1, 7, 10))
+    y, cache = apply(params, x, jnp.array([[4, 4, 4, 5, 5, 5, 5]]))
+    alone, after = apply(params, x[:, 3:])
+    assert_close((y[:, 3:], cache.kv.k), (alone, after.kv.k), ("y", "k"), TOLERANCE["float32"])
+    y, _ = apply(params, x[:, :3], jnp.array([[6, 6, 6]]), cache)  # another document
+    alone, _ = apply(params, x[:, :3])
+    assert_close((y,), (alone,), ("y",), TOLERANCE["float32"])
+
+
+def test_positions_of_the_mixer():
+    x = jnp.tile(jax.random.normal(jax.random.key(1), (1, 2, 10)), (1, 2, 1))
+    for fields, differ in (({"rope_base": 0.0}, False), ({}, True)):
+        mixer, params = mixer_and_parameters(**fields)
+        y, _ = jax.jit(mixer.apply)(params, jnp.take(x, jnp.array([0, 1, 2, 1]), axis=1))
+        swapped, _ = jax.jit(mixer.apply)(params, jnp.take(x, jnp.array([1, 0, 2, 1]), axis=1))
+        assert (np.abs(y[:, 3] - swapped[:, 3]).max() > 1e-3) == differ  # the order of the past, seen or not
+
+
+def test_the_cache_of_the_mixer():
+    mixer, params = mixer_and_parameters(dtype="bfloat16")
+    x = jnp.ones((2, 3, 10))
+    cache = mixer.init_cache(2)
+    apply = jax.jit(mixer.apply)
+    y, after = apply(params, x, None, cache)
+    assert y.dtype == after.kv.k.dtype == jnp.bfloat16
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), cache)
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    assert set(params["params"]) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert after.segment.tolist() == [1, 1] and mixer.init_cache(2, max_length=21).kv.v.shape == (2, 21, 2, 6)
+    assert apply(params, jnp.ones((2, 12, 10)))[1].kv.k.shape[1] == 12
+    for ids in (None, jnp.zeros((2, 0), int)):
+        y, still = apply(params, x[:, :0], ids, after)
+        assert y.shape == (2, 0, 10) and still.kv.length.tolist() == [3, 3]
+        assert apply(params, x[:, :0], ids)[1].kv.k.shape == (2, 9, 2, 6)
+    with pytest.raises(ValueError, match="max_length"):
+        mixer.apply(params, jnp.ones((2, 7, 10)), None, after)
+
+
+def test_training_pays_for_no_cache():
+    def temporary(max_length):
+        mixer, params = mixer_and_parameters(max_length=max_length)
+        loss = jax.grad(lambda params, x: mixer.apply(params, x)[0].sum())
+        return jax.jit(loss).lower(params, jnp.ones((2, 8, 10))).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(1 << 20) == temporary(8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"width": 10, "num_heads": 4}, "width: 10 is not divisible"),
+        ({"width": 8, "num_heads": 4, "num_kv_heads": 3}, "heads: H=4 .* G=3"),
+        ({"width": 12, "num_heads": 4}, "rope_base: .* head_dim=3"),
+        ({"width": 8, "num_heads": 2, "rope_base": -1.0}, "rope_base: -1.0"),
+        ({"width": 8, "num_heads": 2, "max_length": 0}, "max_length: 0"),
+    ],
+)
+def test_wrong_fields(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Attention(**fields)

@@ -115,7 +115,7 @@ def check_arguments(q, k, v, cache, segment_ids) -> None:
     if sizes["T"] > sizes["M"]:
         raise ValueError(
             f"initial_state: capacity {sizes['M']} is less than the {sizes['T']} tokens of this call. Make the cache"
-            " larger, or give the tokens in several calls if they belong to documents that fit."
+            " larger (a mixer's max_length), or give the tokens in several calls if their documents fit."
         )
 
 
@@ -129,7 +129,7 @@ def check_capacity(cache: KVCache, slot: jax.Array, document: jax.Array | None) 
     if not isinstance(longest, jax.core.Tracer) and longest > capacity:
         raise ValueError(
             f"initial_state: capacity {capacity}, but with this call a document grows to {longest} tokens (lengths"
-            f" before: {cache.length.tolist()}). Make the cache larger, e.g. init_kv_cache(batch, {longest}, ...)."
+            f" before: {cache.length.tolist()}). Make the cache larger: capacity={longest} (a mixer's max_length)."
         )
 
 

@@ -51,7 +51,8 @@ def causal_conv(
 
     last = jnp.sum(real, axis=1, dtype=jnp.int32)[:, None] + jnp.arange(taps - 1)
     state = jnp.take_along_axis(inputs, last[..., None], axis=1)
-    state = mask_padding(jnp.take_along_axis(document, last, axis=1) == jnp.max(document, axis=1, keepdims=True, initial=0), state)
+    latest = jnp.max(document, axis=1, keepdims=True, initial=0)
+    state = mask_padding(jnp.take_along_axis(document, last, axis=1) == latest, state)
     return mask_padding(real, y), state.astype(initial_state.dtype)
 
 
