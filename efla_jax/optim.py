@@ -22,7 +22,7 @@ class OptimizerState(NamedTuple):
     skipped_in_a_row: those since the last good step, for the caller to stop on.
     """
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # hides tuple.count, as optax's own states do
     skipped: jax.Array
     skipped_in_a_row: jax.Array
     grad_norm: jax.Array
@@ -55,7 +55,7 @@ def make_schedule(
 
     def rate(count: chex.Numeric) -> jax.Array:
         step = jnp.asarray(count, jnp.float32) + 1
-        decayed = 1.0
+        decayed = jnp.ones(())
         if schedule == "cosine":
             progress = jnp.clip((step - warmup_steps) / (total_steps - warmup_steps), 0, 1)
             decayed = final_ratio + (1 - final_ratio) * 0.5 * (1 + jnp.cos(jnp.pi * progress))

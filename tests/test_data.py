@@ -108,12 +108,16 @@ def test_valid_path_holds_out_its_own_documents(tmp_path):
 def test_damaged_text_is_refused_with_its_name(tmp_path):
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "abc"}' * 99)[:-12])
     (tmp_path / "cut.txt.xz").write_bytes(lzma.compress(b"abc" * 999)[:-12])
+    flipped = bytearray(gzip.compress(b"abc" * 999))
+    flipped[20] ^= 255
+    (tmp_path / "flipped.txt.gz").write_bytes(flipped)
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": \n')
     (tmp_path / "field.jsonl").write_text('{"content": "x"}\n')
     (tmp_path / "type.jsonl").write_text('{"text": 3}\n')
     for name, message in {
         "cut.jsonl.gz": "cut.jsonl.gz.*cannot be read",
         "cut.txt.xz": "cut.txt.xz.*cannot be read",
+        "flipped.txt.gz": "flipped.txt.gz.*cannot be read",
         "bad.jsonl": "bad.jsonl.*line 2",
         "field.jsonl": "field.jsonl.*line 1.*'text'",
         "type.jsonl": "type.jsonl.*line 1.*int, not a string",

@@ -26,6 +26,8 @@ __all__ = [
     "lzma_bits_per_byte", "make", "pad_batch",
 ]
 
+KINDS = ("text", "images")
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -48,12 +50,11 @@ class DataConfig:
 
 def make(config: DataConfig) -> "TextDataset | ImageDataset":
     """Reads the data and checks that it can fill one batch. Raises ValueError naming the field at fault."""
-    kinds = {"text": TextDataset, "images": ImageDataset}
-    if config.kind not in kinds:
-        raise ValueError(f"kind={config.kind!r} must be one of {', '.join(kinds)}")
+    if config.kind not in KINDS:
+        raise ValueError(f"kind={config.kind!r} must be one of {', '.join(KINDS)}")
     if config.eval_batch_size < 0:
         raise ValueError(f"eval_batch_size={config.eval_batch_size} must be >= 0; 0 means batch_size")
-    return kinds[config.kind](config)
+    return TextDataset(config) if config.kind == "text" else ImageDataset(config)
 
 
 def _fingerprint(digest: str, *settings: int) -> str:

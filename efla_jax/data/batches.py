@@ -29,7 +29,7 @@ class BatchIterator(Iterator[Batch]):
         if worker_count < 0:
             raise ValueError(f"worker_count={worker_count} must be >= 0; 0 reads in this process")
         self._batches, self._fingerprint, self._worker_count = batches, fingerprint, worker_count
-        self._iterator = None
+        self._iterator: grain.DatasetIterator | None = None
         self._seek(start_step)
 
     def _seek(self, step: int) -> None:

@@ -3,6 +3,7 @@
 import gzip
 import struct
 import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +99,7 @@ def _read_idx(file: Path) -> np.ndarray:
         if zero != 0 or code not in IDX_DTYPES:
             raise ValueError(f"type code {code:#x} is not unsigned byte")
         return np.frombuffer(data, IDX_DTYPES[code], offset=4 + 4 * rank).reshape(shape)
-    except (OSError, EOFError, ValueError, struct.error) as error:
+    except (OSError, EOFError, ValueError, zlib.error, struct.error) as error:
         raise ValueError(f"file {str(file)!r} is not a complete IDX file of bytes ({error}); fetch it again") from error
 
 

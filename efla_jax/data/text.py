@@ -5,6 +5,7 @@ import hashlib
 import json
 import lzma
 import sysconfig
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -171,18 +172,20 @@ def user_documents(path: str) -> Iterator[Document]:
     for file in files:
         name = file.relative_to(root).as_posix() if file != root else file.name
         try:
-            with _open(file) as stream:
-                content = stream.read()
-        except (OSError, EOFError, lzma.LZMAError) as error:
-            raise ValueError(f"file {str(file)!r} cannot be read ({error}): truncated? fetch it again") from error
+            content = _read(file)
+        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+            raise ValueError(f"file {str(file)!r} cannot be read ({error}): damaged? fetch it again") from error
         if ".jsonl" in file.name:
             yield from _jsonl_documents(file, name, content)
         else:
             yield name, content
 
 
-def _open(file: Path):
-    return {".gz": gzip.open, ".xz": lzma.open}.get(file.suffix, open)(file, "rb")
+def _read(file: Path) -> bytes:
+    content = file.read_bytes()
+    if file.suffix == ".gz":
+        return gzip.decompress(content)
+    return lzma.decompress(content) if file.suffix == ".xz" else content
 
 
 def _jsonl_documents(file: Path, name: str, content: bytes) -> Iterator[Document]:

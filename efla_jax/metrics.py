@@ -1,0 +1,253 @@
+"""Metrics of a run: JSONL rows, TensorBoard, a progress bar or log lines, and plots of the result.
+
+Rows are what counts, the rest is a view of them: one JSON object per line in `<workdir>/metrics.jsonl`, with "step" and
+whatever scalars were written. A value that is not finite is stored as null.
+"""
+
+import io
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+FILE_NAME = "metrics.jsonl"
+DROPPED_NAME = "metrics.dropped.jsonl"
+# What the progress bar shows, in this order, under which short name.
+SHOWN = {"loss": "loss", "bits_per_byte": "bpb", "tokens_per_second": "tok/s"}
+
+Scalars = Mapping[str, Any]
+
+
+class Writer:
+    """Writes scalars of a run into `workdir`; only process 0 of a job writes, elsewhere every call does nothing.
+
+    start_step: the first step that will be written. Rows that are already there from that step on belong to work that
+    is done again: they move to metrics.dropped.jsonl, so that no step stands twice; a line torn by a kill is removed.
+    total_steps: length of the progress bar, 0 for unknown. On a terminal `stream` (standard output) gets the bar,
+    otherwise one line every `print_every` steps. `tensorboard` writes those files too, if tensorboardX is installed.
+    Use as a context manager.
+    """
+
+    def __init__(
+        self,
+        workdir: str | Path,
+        *,
+        start_step: int = 0,
+        total_steps: int = 0,
+        print_every: int = 100,
+        tensorboard: bool = True,
+        stream: io.TextIOBase | None = None,
+    ):
+        if print_every < 1:
+            raise ValueError(f"print_every={print_every} must be >= 1")
+        if start_step < 0:
+            raise ValueError(f"start_step={start_step} must be >= 0")
+        self._active = jax.process_index() == 0
+        self._bar = self._board = None
+        if not self._active:
+            return
+        self._stream = sys.stdout if stream is None else stream
+        self._print_every, self._total = print_every, total_steps
+        folder = Path(workdir)
+        folder.mkdir(parents=True, exist_ok=True)
+        _drop_rows(folder, start_step)
+        self._file = open(folder / FILE_NAME, "a", encoding="utf-8")
+        if tensorboard:
+            self._board = _summary_writer(folder, start_step)
+        if self._stream.isatty():
+            self._bar = tqdm(total=total_steps or None, initial=start_step, file=self._stream, unit="step",
+                             dynamic_ncols=True)
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def write(self, step: int, scalars: Scalars) -> None:
+        """Appends one row and moves the progress on to `step`.
+
+        Values become floats here, which waits for a jax array still being computed: pass those of the step before.
+        Raises ValueError for a value that is no scalar.
+        """
+        if not self._active:
+            return
+        row = {name: _number(name, value) for name, value in scalars.items()}
+        finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
+        self._file.write(json.dumps({"step": int(step), **finite}, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in row.items():
+                self._board.add_scalar(name, value, int(step))
+        self._show(int(step), row)
+
+    def print(self, text: str) -> None:
+        """Prints a line without tearing the progress bar."""
+        if self._active:
+            tqdm.write(text, file=self._stream)
+            self._stream.flush()
+
+    def close(self) -> None:
+        """Ends bar, row file and TensorBoard. May be called twice."""
+        if not self._active:
+            return
+        if self._bar is not None:
+            self._bar.close()
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def _show(self, step: int, row: dict[str, float]) -> None:
+        shown = {short: _short(row[name]) for name, short in SHOWN.items() if name in row}
+        if self._bar is not None:
+            if shown:
+                self._bar.set_postfix(shown, refresh=False)
+            self._bar.update(max(0, step - self._bar.n))
+        elif shown and (step % self._print_every == 0 or step == self._total):
+            of = f"/{self._total}" if self._total else ""
+            self.print(f"step {step}{of}  " + "  ".join(f"{short} {value}" for short, value in shown.items()))
+
+
+def _number(name: str, value: Any) -> float:
+    array = np.asarray(value)
+    if array.size != 1 or array.dtype.kind not in "biufV":  # V: bfloat16
+        raise ValueError(f"{name}={value!r} must be a scalar number; write one value per name")
+    return float(array.reshape(()))
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if not 0.001 <= abs(value) < 1000 else f"{value:.4g}"
+
+
+def _summary_writer(folder: Path, start_step: int) -> Any:
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=start_step)
+
+
+def _drop_rows(folder: Path, start_step: int) -> None:
+    file = folder / FILE_NAME
+    if not file.exists():
+        return
+    kept: list[str] = []
+    dropped: list[str] = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):  # a line torn by a killed process
+            continue
+        (kept if step < start_step else dropped).append(line + "\n")
+    if dropped:
+        with open(folder / DROPPED_NAME, "a", encoding="utf-8") as stream:
+            stream.writelines(dropped)
+    partial = folder / (FILE_NAME + ".partial")
+    partial.write_text("".join(kept), encoding="utf-8")
+    os.replace(partial, file)
+
+
+def read_rows(path: str | Path) -> list[dict[str, int | float]]:
+    """Rows of a metrics.jsonl, or of a run's folder; null reads as NaN. Raises ValueError naming a damaged line."""
+    file = Path(path) / FILE_NAME if Path(path).is_dir() else Path(path)
+    if not file.exists():
+        raise ValueError(f"path={str(path)!r} has no {FILE_NAME}; give a run's workdir")
+    rows = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            rows.append({name: math.nan if value is None else value for name, value in json.loads(line).items()})
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"file {str(file)!r}, line {number} is no JSON object ({error})") from error
+    return rows
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes: `lines` maps a label to (x [n], y [n] or [seeds, n]), `levels` a label to a constant.
+
+    Several seeds are drawn as their mean with a band from the smallest to the largest; levels are dashed.
+    """
+
+    lines: Mapping[str, tuple[Any, Any]]
+    x_label: str
+    y_label: str
+    title: str = ""
+    levels: Mapping[str, float | int] = field(default_factory=dict)
+
+
+def plot_lines(panels: Sequence[Panel], output: str | Path) -> Path:
+    """Draws panels side by side into a PNG and returns its path. A label has the same colour in every panel.
+
+    Raises ValueError when there is nothing to draw or x and y differ in length.
+    """
+    if not panels or not all(panel.lines for panel in panels):
+        raise ValueError("panels must hold at least one panel, and every panel at least one line")
+    # Figure instead of pyplot: it draws with Agg and leaves no global state behind.
+    from matplotlib.figure import Figure
+
+    labels = dict.fromkeys(label for panel in panels for label in panel.lines)
+    colours = {label: f"C{i}" for i, label in enumerate(labels)}
+    figure = Figure(figsize=(1 + 4.5 * len(panels), 3.8), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for label, (x, y) in panel.lines.items():
+            x, y = np.asarray(x, float), np.atleast_2d(np.asarray(y, float))
+            if y.shape[1:] != x.shape:
+                raise ValueError(f"line {label!r} of panel {panel.title!r}: x has shape {x.shape}, y {y.shape}; "
+                                 "y must be [n] or [seeds, n] for x [n]")
+            axes.plot(x, y.mean(axis=0), label=label, color=colours[label], linewidth=1.5)
+            if len(y) > 1:
+                axes.fill_between(x, y.min(axis=0), y.max(axis=0), color=colours[label], alpha=0.2, linewidth=0)
+        for label, level in panel.levels.items():
+            axes.axhline(level, linestyle="--", linewidth=1, color="0.4")
+            axes.annotate(label, (1, level), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
+        axes.set(xlabel=panel.x_label, ylabel=panel.y_label, title=panel.title)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    path = Path(output)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def plot_curves(
+    runs: Mapping[str, str | Path],
+    output: str | Path,
+    *,
+    metric: str = "loss",
+    y_label: str = "",
+    smoothing: float = 0.0,
+    levels: Mapping[str, float | int] | None = None,
+) -> Path:
+    """Draws `metric` against the step for several runs (label to metrics.jsonl or workdir) into a PNG.
+
+    smoothing a in [0, 1): m_t = a m_{t-1} + (1 - a) x_t, divided by 1 - a^t so that the start is not pulled to 0. Rows
+    without the metric, or where it is not finite, are left out. Raises ValueError if a run has none.
+    """
+    if not 0 <= smoothing < 1:
+        raise ValueError(f"smoothing={smoothing} must be >= 0 and < 1; 0 draws every value")
+    lines = {}
+    for label, path in runs.items():
+        rows = [row for row in read_rows(path) if math.isfinite(row.get(metric, math.nan))]
+        if not rows:
+            raise ValueError(f"run {label!r} has no finite value of metric={metric!r}; check the name in {str(path)!r}")
+        lines[label] = ([row["step"] for row in rows], _smooth([row[metric] for row in rows], smoothing))
+    return plot_lines([Panel(lines, "step", y_label or metric, levels=levels or {})], output)
+
+
+def _smooth(values: Sequence[float], factor: float) -> np.ndarray:
+    smooth, total, weight = [], 0.0, 0.0
+    for value in values:
+        total, weight = factor * total + (1 - factor) * value, factor * weight + (1 - factor)
+        smooth.append(total / weight)
+    return np.array(smooth)
