@@ -1,3 +1,22 @@
 """efla_jax: exact-flow and Fenwick-hierarchical linear attention in JAX and Flax Linen."""
 
+import importlib
+from typing import Any
+
 __version__ = "0.1.0"
+
+ROOMS = ("ops", "layers", "model", "generate")
+NAMES = {"LanguageModel": "model", "SequenceClassifier": "model"}
+
+
+def __getattr__(name: str) -> Any:
+    """Rooms and models on first use: importing the package alone loads neither jax nor flax."""
+    if name in ROOMS:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name in NAMES:
+        return getattr(importlib.import_module(f"{__name__}.{NAMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *ROOMS, *NAMES})

@@ -1,5 +1,8 @@
 """Flax Linen mixers and blocks, thin over `ops`. MIXERS is the only registry: the names in a model's pattern."""
 
+from efla_jax.layers.attention import Attention as Attention
+from efla_jax.layers.block import Block as Block
+from efla_jax.layers.block import SwiGLU as SwiGLU
 from efla_jax.layers.delta_net import DeltaNet as DeltaNet
 from efla_jax.layers.efla import EFLA as EFLA
 from efla_jax.layers.gated_delta_net import GatedDeltaNet as GatedDeltaNet
@@ -8,6 +11,7 @@ from efla_jax.layers.mamba2 import Mamba2 as Mamba2
 from efla_jax.layers.reading import Reading as Reading
 
 MIXERS = {
+    "attention": Attention,
     "delta_net": DeltaNet,
     "efla": EFLA,
     "gated_delta_net": GatedDeltaNet,

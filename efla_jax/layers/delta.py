@@ -63,11 +63,12 @@ class DeltaMixer(nn.Module):
     @nn.nowrap
     def sizes(self) -> tuple[int, int, int, int]:
         """(G, H, K, V). Raises ValueError for fields that do not fit together."""
-        heads, key_heads = self.num_heads, self.num_key_heads or self.num_heads
+        heads = self.num_heads
+        key_heads = heads if self.num_key_heads is None else self.num_key_heads
         key_dim = head_width(self.width, heads, self.head_dim)
         check_heads(key_heads, heads)
         value_dim = round(self.expand_v * key_dim)
-        if value_dim < 1 or abs(value_dim - self.expand_v * key_dim) > 1e-6 * value_dim:
+        if value_dim < 1 or value_dim != self.expand_v * key_dim:
             raise ValueError(f"expand_v: {self.expand_v} times the key dim {key_dim} is not a positive whole number.")
         if not self.output_projection and heads * value_dim != self.width:
             raise ValueError(f"output_projection: without it {heads} heads of {value_dim} must be width={self.width}.")

@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 from efla_jax.layers.cache import RecurrentCache, carry_on, continues
 from efla_jax.layers.conv import CausalConv
 from efla_jax.layers.decay import decay
+from efla_jax.layers.fields import head_width
 from efla_jax.layers.projections import dense, gate
 from efla_jax.layers.reading import Reading
 from efla_jax.ops import linear_attention
@@ -53,14 +54,9 @@ class Mamba2(nn.Module):
     @nn.nowrap
     def sizes(self) -> tuple[int, int, int, int]:
         """(G, H, K, V). Raises ValueError for fields that do not fit together."""
+        value_dim = head_width(round(self.expand * self.width), self.num_heads, self.head_dim)
         check_heads(self.num_groups, self.num_heads)
-        inner = round(self.expand * self.width)
-        if self.head_dim is None and inner % self.num_heads:
-            raise ValueError(
-                f"width: the inner width {inner} = expand * width is not divisible by num_heads={self.num_heads}."
-                " Change one of them or set head_dim."
-            )
-        return self.num_groups, self.num_heads, self.state_dim, self.head_dim or inner // self.num_heads
+        return self.num_groups, self.num_heads, self.state_dim, value_dim
 
     @nn.nowrap
     def init_cache(self, batch_size: int) -> RecurrentCache:

@@ -1,0 +1,238 @@
+"""Complete models: a language model that repeats a pattern of mixers over its depth, and a classifier of sequences."""
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.core import FrozenDict, freeze
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from efla_jax.layers import MIXERS
+from efla_jax.layers.block import Block, swiglu_width
+from efla_jax.layers.fields import check_choice, check_options, nearest
+from efla_jax.layers.initializers import kernel_initializer
+from efla_jax.layers.projections import float32_sums
+from efla_jax.ops.segments import positions
+from efla_jax.shapes import SegmentIds, check_segment_ids
+
+MIXER_INHERITS = ("width", "norm_eps", "kernel_init", "init_std", "dtype")
+POLICIES = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+def check_mixers(mixers: tuple[str, ...], options: Mapping[str, Mapping]) -> None:
+    """Raise ValueError for an empty pattern, an unknown mixer, or options that no mixer of the pattern takes."""
+    if not mixers:
+        raise ValueError(f"mixers: the pattern is empty; name at least one of {tuple(MIXERS)}.")
+    for name in mixers:
+        if name not in MIXERS:
+            raise ValueError(f"mixers: {name!r} is not one of {tuple(MIXERS)}.{nearest(name, MIXERS)}")
+    for name, chosen in options.items():
+        if name not in mixers:
+            raise ValueError(
+                f"mixer_options: there are options for {name!r}, but the pattern is {mixers}.{nearest(name, mixers)}"
+            )
+        check_options(f"mixer_options[{name!r}]", MIXERS[name], chosen)
+    for name in mixers:
+        if "num_heads" not in options.get(name, {}):
+            raise ValueError(f"mixer_options[{name!r}]: num_heads is missing; write {{{name!r}: {{'num_heads': 4}}}}.")
+
+
+def mixer_fields(model, name: str) -> dict[str, Any]:
+    """All fields of the model's mixer `name`: what a mixer inherits from its model, and its own options over it."""
+    known = {field.name for field in dataclasses.fields(MIXERS[name])}
+    inherited = {field: getattr(model, field) for field in MIXER_INHERITS if field in known and hasattr(model, field)}
+    return inherited | dict(model.mixer_options.get(name, {}))
+
+
+class Group(nn.Module):
+    """One pass through the pattern of mixers: the unit that the depth repeats. Caches are a tuple, one per block."""
+
+    blocks: tuple[Mapping[str, Any], ...]
+
+    @nn.compact
+    def __call__(self, x, segment_ids, caches):
+        caches = (None,) * len(self.blocks) if caches is None else caches
+        after = []
+        for i, (fields, cache) in enumerate(zip(self.blocks, caches, strict=True)):
+            x, cache = Block(**fields, name=f"block_{i}")(x, segment_ids, cache)
+            after.append(cache)
+        return x, tuple(after)
+
+
+class LanguageModel(nn.Module):
+    """Embedding, `depth` pre-norm blocks of mixer and MLP, norm, logits in float32.
+
+    mixers           pattern, repeated depth / len(mixers) times, of names of `layers.MIXERS`
+    mixer_options    fields per mixer name, num_heads at least; width, norm_eps, kernel_init, init_std and dtype are the
+                     model's where a mixer's options do not say otherwise
+    mlp              "swiglu" or "none"; mlp_ratio as of a plain MLP (see `swiglu_width`); mlp_width > 0 overrides it
+    dropout          on the embedding and each residual branch; active exactly when a "dropout" rng is passed
+    kernel_init      see `kernel_initializer`; embedding and head begin normal with init_std
+    remat            "none"; "full": recompute each group in the backward pass; "dots": but keep its dense products
+    scan             one compiled group for all of the depth; False unrolls it. Parameters are the same either way:
+                     those of the groups have a leading axis, one entry per repetition
+    dtype            of products and the residual stream; parameters, gates, states, norms' sums and logits are float32
+    """
+
+    vocab_size: int
+    width: int
+    depth: int
+    mixers: tuple[str, ...] = ("efla",)
+    mixer_options: Mapping[str, Mapping[str, Any]] = FrozenDict()
+    mlp: str = "swiglu"
+    mlp_ratio: float = 4.0
+    mlp_width: int = 0
+    norm_eps: float = 1e-6
+    tie_embeddings: bool = False
+    dropout: float = 0.0
+    kernel_init: str = "lecun"
+    init_std: float = 0.02
+    dtype: DTypeLike = "float32"
+    remat: str = "none"
+    scan: bool = True
+
+    def __post_init__(self):
+        object.__setattr__(self, "mixer_options", freeze(self.mixer_options))  # hashable, so that apply can be jitted
+        check_mixers(self.mixers, self.mixer_options)
+        check_choice("mlp", self.mlp, ("swiglu", "none"))
+        check_choice("remat", self.remat, ("none", *POLICIES))
+        kernel_initializer(self.kernel_init, self.init_std)
+        if self.depth < 1 or self.depth % len(self.mixers):
+            raise ValueError(
+                f"depth: {self.depth} blocks are not a whole number of patterns {self.mixers}."
+                f" Choose a multiple of {len(self.mixers)}."
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout: {self.dropout} is not in [0, 1).")
+        for name in self.mixers:
+            MIXERS[name](**mixer_fields(self, name), parent=None)
+        super().__post_init__()
+
+    @nn.nowrap
+    def init_cache(self, batch_size: int, max_length: int | None = None) -> tuple:
+        """A fresh cache of `batch_size` rows: one entry per mixer of the pattern, leaves [groups, B, ...].
+
+        max_length: how many tokens those mixers make room for whose cache grows with them (None: their default)."""
+        groups = self.depth // len(self.mixers)
+        caches = []
+        for name in self.mixers:
+            mixer = MIXERS[name](**mixer_fields(self, name), parent=None)
+            grows = max_length is not None and "max_length" in inspect.signature(mixer.init_cache).parameters
+            room = {"max_length": max_length} if grows else {}
+            caches.append(mixer.init_cache(batch_size, **room))
+        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (groups, *leaf.shape)), tuple(caches))
+
+    def setup(self):
+        normal = nn.initializers.normal(self.init_std)
+        self.embed = nn.Embed(self.vocab_size, self.width, dtype=self.dtype, embedding_init=normal)
+        group = Group
+        if self.remat != "none":
+            # Inside a loop nothing can be merged with the forward pass, so the barrier against it is not needed.
+            group = nn.remat(Group, prevent_cse=not self.scan, policy=POLICIES[self.remat])
+        groups = self.depth // len(self.mixers)
+        self.groups = nn.scan(
+            group,
+            variable_axes={"params": 0, "intermediates": 0},
+            split_rngs={"params": True, "dropout": True},
+            in_axes=(nn.broadcast, 0),
+            length=groups,
+            unroll=1 if self.scan else groups,
+        )(tuple(self.block_fields(name) for name in self.mixers))
+        self.final_norm = nn.RMSNorm(self.norm_eps, dtype=self.dtype)
+        self.drop = nn.Dropout(self.dropout)
+        if not self.tie_embeddings:
+            self.lm_head = nn.Dense(
+                self.vocab_size, use_bias=False, kernel_init=normal, dtype=self.dtype, dot_general=float32_sums
+            )
+
+    @nn.nowrap
+    def block_fields(self, name: str) -> dict[str, Any]:
+        inner = self.mlp_width or swiglu_width(self.width, self.mlp_ratio)
+        return {
+            "mixer_class": MIXERS[name],
+            "mixer_fields": mixer_fields(self, name),
+            "width": self.width,
+            "mlp_width": inner if self.mlp == "swiglu" else 0,
+            "norm_eps": self.norm_eps,
+            "dropout": self.dropout,
+            "kernel_init": self.kernel_init,
+            "init_std": self.init_std,
+            "dtype": self.dtype,
+        }
+
+    def __call__(
+        self, tokens: Int[Array, "B T"], segment_ids: SegmentIds | None = None, cache: tuple | None = None
+    ) -> tuple[Float[Array, "B T vocabulary"], tuple]:
+        """tokens [B, T] -> logits [B, T, vocab_size] float32 of each next token, and the cache after each row's last.
+
+        The same call trains, reads a prompt and takes one token; cache None is a fresh one. Padding (segment id 0) gets
+        logits without meaning: give it no weight. Raises ValueError for tokens that are not integers [B, T]."""
+        x, cache = self.features(tokens, segment_ids, cache)
+        return self.logits(x), cache
+
+    def features(self, tokens, segment_ids=None, cache=None) -> tuple[jax.Array, tuple]:
+        """What `logits` reads, [B, T, width], and the cache: for callers that need the logits of a few tokens only."""
+        if not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.ndim != 2:
+            raise ValueError(f"tokens: {tokens.dtype}{list(tokens.shape)} is not an integer [B, T]; pass token ids.")
+        check_segment_ids(segment_ids, *tokens.shape)
+        x = self.drop(self.embed(tokens), deterministic=not self.has_rng("dropout"))
+        x, cache = self.groups(x, segment_ids, cache)
+        return self.final_norm(x), cache
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Logits [..., vocab_size] float32 of features [..., width]."""
+        if not self.tie_embeddings:
+            return self.lm_head(x)
+        table = self.embed.embedding.astype(self.dtype)
+        return float32_sums(x.astype(self.dtype), table, (((x.ndim - 1,), (1,)), ((), ())))
+
+
+class SequenceClassifier(nn.Module):
+    """Linear front end plus position embedding, GELU, mixers one after another, last real token, LayerNorm, logits.
+
+    The model of sequential MNIST in the EFLA paper, for every mixer. max_length: how many positions are learned.
+    mixers and mixer_options as in `LanguageModel`; there is no residual path and no MLP."""
+
+    num_classes: int
+    width: int
+    max_length: int
+    mixers: tuple[str, ...] = ("efla",)
+    mixer_options: Mapping[str, Mapping[str, Any]] = FrozenDict()
+    init_std: float = 0.02
+    dtype: DTypeLike = "float32"
+
+    def __post_init__(self):
+        object.__setattr__(self, "mixer_options", freeze(self.mixer_options))
+        check_mixers(self.mixers, self.mixer_options)
+        super().__post_init__()
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T channels"], segment_ids: SegmentIds | None = None
+    ) -> Float[Array, "B classes"]:
+        """x [B, T, channels] -> logits [B, num_classes] float32; segment_ids marks padding by 0, one sequence per row.
+
+        Raises ValueError when T exceeds max_length."""
+        batch, time, _ = x.shape
+        if time > self.max_length:
+            raise ValueError(f"x: {time} tokens, but max_length={self.max_length} positions are learned; raise it.")
+        check_segment_ids(segment_ids, batch, time)
+        uniform = kernel_initializer("uniform", self.init_std)
+        x = nn.Dense(self.width, use_bias=False, kernel_init=uniform, dtype=self.dtype, name="front")(x)
+        table = self.param("position", nn.initializers.normal(self.init_std), (self.max_length, self.width))
+        x = nn.gelu(x + table.astype(self.dtype)[positions(batch, time, segment_ids)], approximate=False)
+        for i, name in enumerate(self.mixers):
+            x, _ = MIXERS[name](**mixer_fields(self, name), name=f"mixer_{i}")(x, segment_ids)
+        last = jnp.full((batch,), time - 1)
+        if segment_ids is not None:
+            last -= jnp.argmax(segment_ids[:, ::-1] != 0, axis=1)
+        x = nn.LayerNorm(epsilon=1e-5, dtype=jnp.float32, name="norm")(x[jnp.arange(batch), last])
+        return nn.Dense(self.num_classes, kernel_init=uniform, dtype=jnp.float32, name="head")(x)
