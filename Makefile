@@ -17,7 +17,7 @@ help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1 \2/p' $(MAKEFILE_LIST) | awk '{ name = $$1; $$1 = ""; printf "  %-12s%s\n", name, $$0 }'
 
 quickstart: .venv/.installed ## trains a small byte-level language model on the text that Python ships, and shows the results
-	$(PY) -m experiments.train --config configs/quickstart.py --workdir runs/quickstart $(ARGS)
+	$(PY) -m experiments.quickstart --workdir=runs/quickstart $(ARGS)
 
 cuda: .venv/.installed-cuda ## adds what an NVIDIA GPU needs to .venv; quickstart and bench then run on it
 

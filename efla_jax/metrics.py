@@ -177,6 +177,7 @@ class Panel:
     """One pair of axes: `lines` maps a label to (x [n], y [n] or [seeds, n]), `levels` a label to a constant.
 
     Several seeds are drawn as their mean with a band from the smallest to the largest; levels are dashed.
+    `logarithmic` makes both axes so, x by powers of two, and marks the points.
     """
 
     lines: Mapping[str, tuple[Any, Any]]
@@ -184,6 +185,7 @@ class Panel:
     y_label: str
     title: str = ""
     levels: Mapping[str, float | int] = field(default_factory=dict)
+    logarithmic: bool = False
 
 
 def plot_lines(panels: Sequence[Panel], output: str | Path) -> Path:
@@ -205,13 +207,17 @@ def plot_lines(panels: Sequence[Panel], output: str | Path) -> Path:
             if y.shape[1:] != x.shape:
                 raise ValueError(f"line {label!r} of panel {panel.title!r}: x has shape {x.shape}, y {y.shape}; "
                                  "y must be [n] or [seeds, n] for x [n]")
-            axes.plot(x, y.mean(axis=0), label=label, color=colours[label], linewidth=1.5)
+            marker = "o" if panel.logarithmic else None
+            axes.plot(x, y.mean(axis=0), label=label, color=colours[label], linewidth=1.5, marker=marker, markersize=3)
             if len(y) > 1:
                 axes.fill_between(x, y.min(axis=0), y.max(axis=0), color=colours[label], alpha=0.2, linewidth=0)
         for label, level in panel.levels.items():
             axes.axhline(level, linestyle="--", linewidth=1, color="0.4")
             axes.annotate(label, (1, level), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
         axes.set(xlabel=panel.x_label, ylabel=panel.y_label, title=panel.title)
+        if panel.logarithmic:
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     path = Path(output)

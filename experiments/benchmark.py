@@ -12,6 +12,7 @@ last length took more than --slow_ms, is skipped and says so.
 """
 
 import csv
+import math
 import pathlib
 import statistics
 import time
@@ -129,13 +130,17 @@ def save(rows: list[dict], out: pathlib.Path) -> None:
 
 
 def draw(rows: list[dict], title: str, path: pathlib.Path) -> None:
-    """Time and memory of forward + backward over the length, both axes logarithmic."""
-    series = {"ms, forward + backward": {}, "temporaries, MiB": {}}
-    for r in rows:
-        if r["measured"] == PASSES[True]:
-            series["ms, forward + backward"].setdefault(r["implementation"], []).append((r["T"], r["ms"]))
-            series["temporaries, MiB"].setdefault(r["implementation"], []).append((r["T"], r["memory_mib"]))
-    metrics.plot_scaling(series, path, title=title, x_label="tokens T")
+    """Time and memory of forward + backward over the length, all axes logarithmic."""
+    both = [r for r in rows if r["measured"] == PASSES[True]]
+    panels = []
+    for column, label in (("ms", "ms, forward + backward"), ("memory_mib", "temporaries, MiB")):
+        lines = {}
+        for name in dict.fromkeys(r["implementation"] for r in both):
+            points = [(r["T"], r[column]) for r in both if r["implementation"] == name and math.isfinite(r[column])]
+            if points:
+                lines[name] = tuple(zip(*points, strict=True))
+        panels.append(metrics.Panel(lines, "tokens T", label, title if not panels else "", logarithmic=True))
+    metrics.plot_lines(panels, path)
 
 
 def main(argv: list[str]) -> None:

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from efla_jax.ops.arguments import Recurrence
+from efla_jax.ops.dispatch import on_gpu
 from efla_jax.shapes import CHUNK_SIZES
 
 FORGET = -128.0  # exp of it is 0 in float32: stronger decay changes nothing, and would cost digits in the running sum
@@ -147,6 +148,11 @@ def chunks(q, k, u, erase, log_decay, starts, size: int) -> Chunks:
     return Chunks(keys(q), keys(k), values, erase, gates(log_decay), document, before)
 
 
+def steps_together() -> int:
+    """Chunks per turn of the scan: on a GPU the turns are bound by launches (4 measured a third faster than 1)."""
+    return 4 if on_gpu() else 1
+
+
 class Inner(NamedTuple):
     """What a chunk needs that no state enters: decays, the scores R . Q K^T and the inverse (I + A)^-1 (None without
     erase)."""
@@ -186,7 +192,7 @@ def forward(x: Chunks, state: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arra
         added = product("...gck,...grcv->...grkv", k, (decay.out[..., None] * w).astype(k.dtype))
         return decay.into[..., -1:, None] * state + added, (state, w)
 
-    final, (starts, w) = lax.scan(step, state, (x.k, x.u, x.erase, parts.decay, parts.inverse))
+    final, (starts, w) = lax.scan(step, state, (x.k, x.u, x.erase, parts.decay, parts.inverse), unroll=steps_together())
     read = product("...gck,...grkv->...grcv", x.q, starts.astype(x.q.dtype))
     o = parts.decay.into[..., None] * read + product("...ij,...jv->...iv", parts.scores, w)
     return o, starts, final
@@ -211,7 +217,7 @@ def backward(x: Chunks, starts: jax.Array, d_o: jax.Array, d_final: jax.Array) -
         return before, (d_state, d_u.astype(dtype))
 
     xs = (x.q, x.k, x.erase, parts.decay, parts.inverse, parts.scores, d_o)
-    d_initial, (d_ends, d_u) = lax.scan(step, d_final, xs, reverse=True)
+    d_initial, (d_ends, d_u) = lax.scan(step, d_final, xs, reverse=True, unroll=steps_together())
     w = written(x.k, x.u, x.erase, parts.decay.into, parts.inverse, starts)
     return *gradients(x, parts, starts, w, d_o, d_ends, d_u), d_initial
 
@@ -242,6 +248,7 @@ def gradients(x: Chunks, parts: Inner, starts, w, d_o, d_ends, d_u) -> tuple:
         d_erase = jnp.sum(a * gram, -1) - seen
         balance += mixed * gram
         d_sums -= x.erase * seen
+    balance = jnp.tril(balance, -1)  # the diagonal cancels: leave it out rather than subtract it from itself
     d_sums += jnp.sum(balance, -1) - jnp.sum(balance, -2)
     last = into[..., -1] * jnp.sum(starts * d_ends, (-1, -2)) + jnp.sum(left, -1)
     d_sums = d_sums.at[..., -1].add(last)

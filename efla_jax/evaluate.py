@@ -1,0 +1,104 @@
+"""Held-out scores: sums of losses and weights over batches, divided once. The same sums are what training minimises."""
+
+import csv
+import functools
+import math
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+
+from efla_jax import metrics
+from efla_jax.model import LanguageModel, SequenceClassifier
+
+
+class Sums(NamedTuple):
+    """Float32 scalars: weighted negative log-likelihood in nats, weighted number of right guesses, sum of weights."""
+
+    loss: jax.Array
+    correct: jax.Array
+    weight: jax.Array
+
+
+def weighted_sums(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> Sums:
+    """Cross-entropy and accuracy of logits [..., classes] against labels [...], each weighted, in float32."""
+    logits, weights = logits.astype(jnp.float32), weights.astype(jnp.float32)
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    right = jnp.argmax(logits, -1) == labels
+    return Sums(jnp.sum(jnp.where(weights > 0, loss * weights, 0.0)), jnp.sum(right * weights), jnp.sum(weights))
+
+
+def batch_sums(model: nn.Module, params, batch: Mapping[str, jax.Array], rngs=None) -> Sums:
+    """The sums of one batch: every unmasked next token, or every unmasked image. `rngs` with "dropout" turns dropout
+    on.
+
+    Text: {"tokens", "targets", "mask", "segment_ids"} [B, T]; images: {"pixels" [B, T, 1], "labels" [B], "mask"
+    [B]}."""
+    if isinstance(model, LanguageModel):
+        logits, _ = model.apply(params, batch["tokens"], segment_ids=batch["segment_ids"], rngs=rngs)
+        return weighted_sums(logits, batch["targets"], batch["mask"])
+    if isinstance(model, SequenceClassifier):
+        return weighted_sums(model.apply(params, batch["pixels"], rngs=rngs), batch["labels"], batch["mask"])
+    raise ValueError(f"model: {type(model).__name__} is neither a LanguageModel nor a SequenceClassifier.")
+
+
+@functools.lru_cache(maxsize=8)
+def compiled_sums(model: nn.Module):
+    """`batch_sums` of a model, jitted once for every evaluation of the process."""
+    return jax.jit(functools.partial(batch_sums, model))
+
+
+def evaluate(model: nn.Module, params, batches: Iterable[Mapping[str, np.ndarray]]) -> dict[str, float]:
+    """{"loss" nats, "accuracy", "weight", and for language models "bits", per scored target} over all the batches.
+
+    Scores do not depend on how the examples are batched. Raises ValueError if nothing in the batches is scored."""
+    run = compiled_sums(model)
+    totals = np.zeros(3)
+    for batch in batches:
+        totals += np.asarray(jax.device_get(run(params, batch)), np.float64)
+    loss, correct, weight = totals
+    if not weight:
+        raise ValueError("batches: no target has a positive mask, so there is nothing to score.")
+    scores = {"loss": float(loss / weight), "accuracy": float(correct / weight), "weight": float(weight)}
+    if isinstance(model, LanguageModel):
+        scores["bits"] = scores["loss"] / math.log(2)  # bits per byte when the tokens are bytes
+    return scores
+
+
+def corruption_curves(model: nn.Module, params, dataset) -> list[dict[str, float | str]]:
+    """Test accuracy of an image classifier under every corruption: rows {"corruption", "severity", "accuracy",
+    "loss"}."""
+    rows = []
+    for family, severity, images in dataset.corrupted("test"):
+        scores = evaluate(model, params, dataset.eval_batches(images))
+        rows.append(
+            {"corruption": family, "severity": severity, "accuracy": scores["accuracy"], "loss": scores["loss"]}
+        )
+    return rows
+
+
+def plot_corruptions(runs: Mapping[str, list[list[dict]]], output: str | pathlib.Path, chance: float = 0.1) -> None:
+    """One panel per corruption, accuracy in % against severity; each label's runs (seeds) as mean and band."""
+    lines: dict[str, dict[str, tuple]] = {}
+    for label, seeds in runs.items():
+        for family in dict.fromkeys(row["corruption"] for row in seeds[0]):
+            chosen = [[row for row in rows if row["corruption"] == family] for rows in seeds]
+            severity = [float(row["severity"]) for row in chosen[0]]
+            accuracy = [[100 * float(row["accuracy"]) for row in rows] for rows in chosen]
+            lines.setdefault(family, {})[label] = severity, accuracy
+    level = {"chance": 100 * chance}
+    panels = [metrics.Panel(line, family, "test accuracy, %", "", level) for family, line in lines.items()]
+    metrics.plot_lines(panels, output)
+
+
+def write_rows(rows: list[dict], path: str | pathlib.Path) -> None:
+    """Rows with equal keys as a CSV file with a header."""
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)

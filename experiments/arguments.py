@@ -1,0 +1,67 @@
+"""The command line of every experiment: --config and --workdir, with misspelt names, stray words and odd values
+refused."""
+
+import re
+import sys
+from collections.abc import Callable
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "experiment file, e.g. configs/quickstart.py:efla", lock_config=True
+)
+WORKDIR = flags.DEFINE_string("workdir", None, "folder that the run writes to")
+
+
+def parse(argv: list[str]) -> list[str]:
+    """absl's parser, with a one-line answer where ml_collections would raise a traceback."""
+    for word in argv[1:]:
+        name = word.lstrip("-").split("=")[0].split(".")
+        if word.startswith("--config.") and len(name) == 2 and "{" in word:
+            stop(f"{word.split('=')[0]}: a section cannot be replaced; set its fields one by one.")
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        stop(str(error))
+    except (AttributeError, KeyError, TypeError, ValueError, FileNotFoundError) as error:
+        text = str(error.args[0] if error.args else error).replace("\\'", "'").strip("'\"")
+        stop(re.sub(r"\s+", " ", text.replace("\\n", " ")))
+    return []
+
+
+def stop(message: str) -> None:
+    """End the program with exit status 2 and one line."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def check(argv: list[str], required: tuple[str, ...] = ("config", "workdir")) -> None:
+    """Refuse stray words and missing flags."""
+    if len(argv) > 1:
+        stop(f"stray argument {argv[1]!r}: write --name=value, and --config.flag=false for a false boolean.")
+    for name in required:
+        if flags.FLAGS[name].value is None:
+            stop(f"--{name} is missing; see the head of {argv[0]} for a whole command.")
+    if "config" in required and not hasattr(flags.FLAGS.config, "items"):
+        stop(f"--config={flags.FLAGS['config'].value}: no such experiment file.")
+
+
+def run(main: Callable[[list[str]], None]) -> None:
+    """Run main(argv). A ValueError or FloatingPointError of the library becomes one line and exit status 1."""
+
+    def guarded(argv: list[str]) -> None:
+        if not flags.FLAGS["verbosity"].present:  # orbax and grain tell every step they take
+            logging.set_verbosity(logging.WARNING)
+        try:
+            main(argv)
+        except (ValueError, FloatingPointError, FileNotFoundError) as error:
+            if flags.FLAGS.traceback:
+                raise
+            print(f"error: {error}\n(--traceback shows where)", file=sys.stderr)
+            raise SystemExit(1) from None
+
+    app.run(guarded, flags_parser=parse)
+
+
+flags.DEFINE_bool("traceback", False, "show the whole traceback of an error")
