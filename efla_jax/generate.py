@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from efla_jax.model import LanguageModel
 
+Prompts = Sequence[Sequence[int] | np.ndarray] | np.ndarray
 SHORTEST_BUCKET = 16  # prompts are padded to a power of two of tokens, at least this: few programs serve all lengths
 
 
@@ -59,8 +60,8 @@ def continuation(
     end. `stop_token` -1 never stops."""
     batch, time = prompts.shape
     real = (jnp.arange(time) < lengths[:, None]).astype(jnp.int32)
-    cache = model.init_cache(batch, max_length=time + max_new_tokens)
-    x, cache = model.apply(params, prompts, real, cache, method="features")
+    fresh = model.init_cache(batch, max_length=time + max_new_tokens)
+    x, cache = model.apply(params, prompts, real, fresh, method="features")
     logits = model.apply(params, x[jnp.arange(batch), lengths - 1], method="logits")
 
     def step(carry, number):
@@ -78,7 +79,7 @@ def continuation(
     return tokens.T
 
 
-def padded(prompts: Sequence[Sequence[int]], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+def padded(prompts: Prompts, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Prompts as int32 [B, T] with T a power of two, and their lengths [B]. Raises ValueError for what is no prompt."""
     rows = [np.asarray(prompt) for prompt in prompts]
     if not rows:
@@ -101,7 +102,7 @@ def padded(prompts: Sequence[Sequence[int]], vocab_size: int) -> tuple[np.ndarra
 def generate(
     model: LanguageModel,
     params,
-    prompts: Sequence[Sequence[int]],
+    prompts: Prompts,
     *,
     max_new_tokens: int,
     temperature: float = 1.0,
