@@ -1,7 +1,7 @@
 """Text from a language model: read the prompts in one call, then one token per step of a `lax.scan`.
 
 Prompts of different lengths are one batch, padded behind; padding is invisible, so every row gets what it would alone.
-Rows finish at the stop token independently of each other: a finished row is fed padding.
+Rows finish at the stop token independently of each other: what a finished row goes on to say is dropped.
 """
 
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ def continuation(
         else:
             token = sample(jax.vmap(jax.random.fold_in, (0, None))(keys, number), logits, how)
         going &= token != stop_token
-        logits, cache = model.apply(params, token[:, None], going[:, None].astype(jnp.int32), cache)
+        logits, cache = model.apply(params, token[:, None], None, cache)
         return (logits[:, 0], cache, going), jnp.where(going, token, -1)
 
     going = jnp.ones((batch,), bool)

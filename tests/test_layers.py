@@ -288,7 +288,7 @@ def delta_block(p, x, name, heads=2):
             out.append(state.T @ q / np.linalg.norm(q))
         rows.append(normed(np.stack(out), p["o_norm"]["scale"], 1e-6))
     o = np.concatenate(rows, axis=-1)
-    if "g_proj" in p:
+    if name.startswith("gated"):
         o = o * silu(x @ p["g_proj"]["kernel"])
     return o @ p["o_proj"]["kernel"]
 
@@ -417,9 +417,10 @@ def test_readings_are_means_over_real_tokens_with_gradients():
     told = readings(mixer, params, x, jnp.asarray(IDS))
     assert set(told) == {"key_norm", "stiffness", "erase"} and all(v.shape == (2,) for v in told.values())
     assert np.all(told["erase"] > 0) and np.all(told["erase"] < 1)
-    alone = readings(mixer, params, x[:1, :5])
-    behind = jnp.concatenate([x[:1, :5], 100 * x[:1, 5:9]], axis=1)
-    tree_close(readings(mixer, params, behind, jnp.asarray([[1] * 5 + [0] * 4], jnp.int32)), alone)
+    padded = jnp.concatenate([x[:1, :5], 100 * x[:1, 5:9]], axis=1), jnp.asarray([[1] * 5 + [0] * 4], jnp.int32)
+    for name in ("efla", "gated_delta_net", "mamba2"):
+        alone = readings(make(name), parameters(name), x[:1, :5])
+        tree_close(readings(make(name), parameters(name), *padded), alone)
     gradient = jax.grad(lambda p: jnp.sum(readings(mixer, p, x)["stiffness"]))(params)["params"]
     assert np.any(gradient["k_proj"]["kernel"]) and np.any(gradient["b_bias"])
     assert not np.any(gradient["q_proj"]["kernel"])
