@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from oracle import relative_rms
 
-from efla_jax.layers import MIXERS, Reading
+from efla_jax.layers import MIXERS, Block, Reading
 from efla_jax.layers.block import swiglu_width
 from efla_jax.model import LanguageModel, SequenceClassifier
 
@@ -152,6 +152,13 @@ def test_scan_and_remat_change_neither_parameters_nor_gradients(options):
     tree_close(gradient(**options), gradient(), 1e-4)
 
 
+def test_scan_is_one_group_and_unrolled_is_all_of_them():
+    def products(**options):
+        return jax.jit(model(**options).apply).lower(parameters(), tokens()).as_text().count("stablehlo.dot_general")
+
+    assert products(scan=False) > 1.5 * products()  # two groups, less the head and what groups share as one function
+
+
 def test_remat_saves_memory_and_unused_caches_cost_none():
     """Bytes of temporaries and results of a compiled gradient step. A returned cache of 4096 slots would be 2 groups *
     2 rows * 4096 * 16 * (k and v) * 4 bytes = 2 MiB, far above all else."""
@@ -185,6 +192,11 @@ def test_dropout_is_active_exactly_when_its_rng_is_passed():
     first, again, other = run(jax.random.key(1)), run(jax.random.key(1)), run(jax.random.key(2))
     tree_close(again, first, 0.0)
     assert relative_rms(first, plain) > 0.1 < relative_rms(other, first)
+    fields = {"mixer_class": MIXERS["efla"], "mixer_fields": {"width": 16, "num_heads": 2}, "width": 16, "mlp_width": 0}
+    block, inside = Block(**fields, dropout=0.9), jnp.ones((1, 8, 16))
+    weights = block.init(jax.random.key(0), inside)
+    dropped = block.apply(weights, inside, rngs={"dropout": jax.random.key(1)})[0] - inside
+    assert 0.8 < jnp.mean(dropped == 0) < 1 and jnp.all(block.apply(weights, inside)[0] - inside != 0)
     none = jax.jit(lambda key: model().apply(params, x, rngs={"dropout": key})[0])(jax.random.key(1))
     tree_close(none, plain, 0.0)
 
