@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
+from ml_collections import ConfigDict
 
 from efla_jax import data, metrics, optim
 from efla_jax.checkpoint import Checkpointer
@@ -51,12 +52,12 @@ class Run(NamedTuple):
     workdir: pathlib.Path
 
 
-def plain(config: Mapping, path: str = "config") -> dict[str, Any]:
+def plain(config: ConfigDict | Mapping, path: str = "config") -> dict[str, Any]:
     """A config as nested plain dicts; ValueError for a value that a command line could not have meant."""
     out = {}
     for name, value in config.items():
         where = f"{path}.{name}"
-        if hasattr(value, "items"):  # a ConfigDict is no Mapping
+        if isinstance(value, ConfigDict | Mapping):
             out[name] = plain(value, where)
             continue
         if isinstance(value, float) and not math.isfinite(value):
@@ -231,7 +232,7 @@ def loop(config, workdir, model, dataset, iterator, state, step, checkpointer) -
     return state, scores
 
 
-def fit(config: Mapping, workdir: str | pathlib.Path, *, resume: bool = False) -> Run:
+def fit(config: ConfigDict | Mapping, workdir: str | pathlib.Path, *, resume: bool = False) -> Run:
     """Train to config.train.steps and score the held-out split; everything is written below `workdir`.
 
     Writes config.json, parameters.txt, metrics.jsonl (and TensorBoard events), checkpoints/ and loss.png. With `resume`

@@ -1,0 +1,198 @@
+"""The training loop on tiny models: what a run writes, resuming, refusing, scores whatever the batching."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import quickstart, smnist
+from efla_jax import evaluate, metrics, train
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A folder of small text files."""
+    folder = tmp_path_factory.mktemp("corpus")
+    words = np.random.default_rng(0).choice(["delta", "rule", "state", "key", "erase", "write"], (24, 60))
+    for i, row in enumerate(words):
+        (folder / f"{i}.txt").write_text(" ".join(row))
+    return folder
+
+
+def text_config(corpus):
+    config = quickstart.get_config("efla")
+    config.data.path = str(corpus)
+    config.data.valid_fraction = 0.2
+    config.data.window, config.data.batch_size = 24, 3
+    config.model.width, config.model.depth, config.model.mlp_width = 16, 1, 24
+    config.model.mixer_options.efla.num_heads = 2
+    config.optim.warmup_steps, config.optim.learning_rate = 2, 1e-2
+    config.train.steps, config.train.log_every, config.train.save_every = STEPS, 1, 3
+    return config
+
+
+@pytest.fixture(scope="module")
+def finished(corpus, tmp_path_factory):
+    """(config, run) of a finished run: one compilation for most of this file."""
+    config = text_config(corpus)
+    return config, train.fit(config, tmp_path_factory.mktemp("runs") / "whole")
+
+
+def leaves(params):
+    return [np.asarray(x) for x in jax.tree.leaves(params)]
+
+
+def test_a_run_writes_what_it_promises(finished):
+    config, run = finished
+    for name in ("config.json", "parameters.txt", "metrics.jsonl", "loss.png"):
+        assert (run.workdir / name).stat().st_size > 0
+    assert json.loads((run.workdir / "config.json").read_text())["model"]["width"] == 16
+    rows = metrics.read_rows(run.workdir)
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, STEPS + 1))
+    assert losses[-1] < losses[0] - 0.3
+    assert all(row["learning_rate"] > 0 for row in rows if "loss" in row)
+    assert rows[-1]["valid_bits"] == pytest.approx(run.scores["loss"] / np.log(2))
+    assert rows[0]["learning_rate"] == pytest.approx(0.005) and losses[0] == pytest.approx(np.log(256), abs=0.2)
+
+
+def test_a_resumed_run_equals_one_that_never_stopped(finished, tmp_path):
+    config, run = finished
+    half = config.copy_and_resolve_references()
+    half.optim.schedule = "constant"
+    whole = half.copy_and_resolve_references()
+    half.train.steps = 3
+    train.fit(half, tmp_path / "parts")
+    resumed = train.fit(whole, tmp_path / "parts", resume=True)
+    straight = train.fit(whole, tmp_path / "straight")
+    for a, b in zip(leaves(resumed.params), leaves(straight.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+    rows = [[(r["step"], r["loss"]) for r in metrics.read_rows(x.workdir) if "loss" in r] for x in (resumed, straight)]
+    assert rows[0] == rows[1]
+
+
+def test_a_finished_run_is_only_scored_again(finished):
+    config, run = finished
+    before = (run.workdir / "metrics.jsonl").read_text()
+    again = train.fit(config, run.workdir, resume=True)
+    assert again.scores == run.scores
+    assert (run.workdir / "metrics.jsonl").read_text() == before
+
+
+def test_a_used_folder_or_a_changed_config_is_refused(finished):
+    config, run = finished
+    with pytest.raises(ValueError, match="workdir: .* holds a run at step 6. Pass --resume"):
+        train.fit(config, run.workdir)
+    other = config.copy_and_resolve_references()
+    other.optim.learning_rate = 3e-3
+    with pytest.raises(ValueError, match="config.optim.learning_rate: 0.01 in the checkpoint, 0.003 now"):
+        train.fit(other, run.workdir, resume=True)
+    assert run.workdir.joinpath("checkpoints", "6").exists()
+
+
+def as_list(config):
+    del config.model.mixers
+    config.model.mixers = ["efla"]
+
+
+FAULTS = {
+    "not finite": (
+        lambda c: c.optim.update(learning_rate=float("inf")),
+        "config.optim.learning_rate: inf is not a finite",
+    ),
+    "a list": (as_list, r"config.model.mixers: \['efla'\] could not be overridden"),
+    "unknown field": (lambda c: c.model.update(widht=8), "config.model.widht: no such field. Did you mean 'width'"),
+    "unknown data field": (lambda c: c.data.update(windw=8), "config.data.windw: no such field. Did you mean 'window'"),
+    "mixer option": (lambda c: c.model.mixer_options.efla.update(num_head=2), "num_head.* Did you mean 'num_heads'"),
+    "precision": (
+        lambda c: c.train.update(matmul_precision="float16"),
+        "config.train.matmul_precision: 'float16' is not",
+    ),
+    "heads": (lambda c: c.model.update(width=17), "config.model: width: 17 is not divisible by num_heads=2"),
+    "window": (lambda c: c.data.update(window=100000), "window"),
+    "steps": (lambda c: c.train.update(steps=0), "config.optim: total_steps=0"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_config_that_does_not_fit_is_refused_before_anything_is_written(corpus, tmp_path, fault):
+    spoil, message = FAULTS[fault]
+    config = text_config(corpus)
+    with config.unlocked():
+        spoil(config)
+    with pytest.raises(ValueError, match=message):
+        train.fit(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_section_is_named(corpus, tmp_path):
+    config = text_config(corpus)
+    with config.unlocked():
+        config.optm = config.optim
+        del config.optim
+    with pytest.raises(ValueError, match="config.optim: this section is missing. Did you mean 'optm'"):
+        train.fit(config, tmp_path / "run")
+
+
+def test_a_run_that_learns_nothing_stops(corpus, tmp_path):
+    """A rate that blows the parameters up: gradients stay non-finite, updates are skipped, and the run says so."""
+    config = text_config(corpus)
+    config.optim.learning_rate, config.train.steps, config.train.max_skipped = 1e30, 30, 2
+    with pytest.raises(FloatingPointError, match="not finite in the last .* steps before step"):
+        train.fit(config, tmp_path / "run")
+
+
+def test_scores_do_not_depend_on_the_batching(finished):
+    """Pitfall 41: the same sums for one row at a time, and for any padding of the last batch."""
+    _, run = finished
+    batches = list(run.dataset.eval_batches("valid"))
+    rows = [
+        {name: value[i : i + 1] for name, value in batch.items()}
+        for batch in batches
+        for i in range(len(batch["mask"]))
+    ]
+    one = evaluate.evaluate(run.model, run.params, rows)
+    assert one == pytest.approx(run.scores, rel=1e-5)
+    assert run.scores["weight"] == run.dataset.splits.valid.num_targets
+    empty = [{name: value * 0 for name, value in batches[0].items()}]
+    with pytest.raises(ValueError, match="nothing to score"):
+        evaluate.evaluate(run.model, run.params, empty)
+
+
+def test_a_rigged_model_scores_what_it_should():
+    """Pitfall 91: targets are not shifted twice."""
+    logits = 100.0 * jax.nn.one_hot(jnp.asarray([[2, 3, 4, 0]]), 5)
+    sums = evaluate.weighted_sums(logits, jnp.asarray([[2, 3, 4, 1]]), jnp.asarray([[1.0, 1.0, 1.0, 0.0]]))
+    assert float(sums.loss) == pytest.approx(0.0, abs=1e-6)
+    assert (float(sums.correct), float(sums.weight)) == (3.0, 3.0)
+
+
+def test_weights_of_short_rows_count_once():
+    """Pitfall 72: one token of loss 2 and nine of mean 1 make 1.1, not 1.5."""
+    losses = jnp.concatenate([jnp.asarray([2.0]), jnp.ones(9)])
+    logits = jnp.stack([jnp.zeros(10), jnp.log(jnp.expm1(losses))], -1)  # cross-entropy of class 0 is `losses`
+    parts = [evaluate.weighted_sums(logits[a:b], jnp.zeros(b - a, int), jnp.ones(b - a)) for a, b in ((0, 1), (1, 10))]
+    total = sum(float(p.loss) for p in parts) / sum(float(p.weight) for p in parts)
+    assert total == pytest.approx(1.1, rel=1e-5)
+
+
+def test_sequential_mnist_on_digits(tmp_path):
+    """The published recipe by config alone: one head, raw query, no residual; it learns, and corruption hurts it."""
+    config = smnist.get_config("efla")
+    config.train.steps, config.data.batch_size, config.optim.learning_rate = 40, 128, 1e-2
+    run = train.fit(config, tmp_path / "digits")
+    assert run.scores["accuracy"] > 0.5
+    width = 64
+    by_hand = width + 64 * width + 3 * width**2 + (width + 1) + 2 * width + (width * 10 + 10)
+    assert sum(x.size for x in leaves(run.params)) == by_hand
+    rows = evaluate.corruption_curves(run.model, run.params, run.dataset)
+    assert len(rows) == 10 + 11 + 11
+    blank = [r for r in rows if r["corruption"] == "dropout" and r["severity"] == 1.0]
+    assert blank[0]["accuracy"] < 0.2
+    evaluate.write_rows(rows, tmp_path / "rows.csv")
+    evaluate.plot_corruptions({"efla": [rows, rows]}, tmp_path / "rows.png")
+    assert (tmp_path / "rows.png").stat().st_size > 1000
