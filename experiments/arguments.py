@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 from absl import app, flags, logging
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
 CONFIG = config_flags.DEFINE_config_file(
     "config", None, "experiment file, e.g. configs/quickstart.py:efla", lock_config=True
@@ -22,11 +22,11 @@ def parse(argv: list[str]) -> list[str]:
             stop(f"{word.split('=')[0]}: a section cannot be replaced; set its fields one by one.")
     try:
         return flags.FLAGS(argv)
-    except flags.Error as error:
-        stop(str(error))
-    except (AttributeError, KeyError, TypeError, ValueError, FileNotFoundError) as error:
-        text = str(error.args[0] if error.args else error).replace("\\'", "'").strip("'\"")
-        stop(re.sub(r"\s+", " ", text.replace("\\n", " ")))
+    except flags.Error as error:  # an error inside the experiment file arrives as text, its traceback included
+        stop(str(error).strip().splitlines()[-1] if "Traceback" in str(error) else str(error))
+    except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+        text = re.sub(r"[\s'\\]+", " ", str(error.args[0] if error.args else error).replace("\\n", " ")).strip()
+        stop(re.sub(r"^(\w+) Did", r"no config field is called \1. Did", text))
     return []
 
 
@@ -43,8 +43,9 @@ def check(argv: list[str], required: tuple[str, ...] = ("config", "workdir")) ->
     for name in required:
         if flags.FLAGS[name].value is None:
             stop(f"--{name} is missing; see the head of {argv[0]} for a whole command.")
-    if "config" in required and not hasattr(flags.FLAGS.config, "items"):
-        stop(f"--config={flags.FLAGS['config'].value}: no such experiment file.")
+    if "config" in required and not isinstance(flags.FLAGS.config, ConfigDict):
+        file = config_flags.get_config_filename(flags.FLAGS["config"])
+        stop(f"--config={file}: this experiment file cannot be loaded (is the path right, seen from here?).")
 
 
 def run(main: Callable[[list[str]], None]) -> None:
