@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
-from oracle import relative_rms
 
 from efla_jax.layers import MIXERS, Reading
 from efla_jax.layers.cache import RecurrentCache, carry_on, continues
 from efla_jax.layers.initializers import softplus_inverse
+from tests.oracle import relative_rms
 
 WIDTH, BATCH, TIME, ROOM = 16, 2, 21, 48
 OPTIONS = {name: {"width": WIDTH, "num_heads": 2} for name in MIXERS}
@@ -233,11 +233,13 @@ def test_a_call_that_begins_another_document_drops_the_old_state(name):
 
 def test_continues_and_carry_on():
     ids = jnp.asarray([[0, 2, 2], [0, 1, 0], [0, 0, 2], [0, 0, 0], [3, 4, 5]], jnp.int32)
-    keep, segment = continues(jnp.asarray([0, 1, 1, 2, 3], jnp.int32), ids)
+    keep, segment = continues(jnp.asarray([0, 1, 1, 2, 3], jnp.int32), ids, 3)
     assert keep.tolist() == [True, True, False, True, True]
     assert segment.tolist() == [2, 1, 2, 2, 5]
-    keep, segment = continues(jnp.asarray([0, 4], jnp.int32), None)
+    keep, segment = continues(jnp.asarray([0, 4], jnp.int32), None, 2)
     assert keep.tolist() == [True, True] and segment.tolist() == [1, 4]
+    keep, segment = continues(jnp.asarray([0, 4], jnp.int32), None, 0)  # nothing seen: a fresh row stays fresh
+    assert keep.tolist() == [True, True] and segment.tolist() == [0, 4]
     left = carry_on(jnp.asarray([True, False]), (jnp.ones((2, 3)), jnp.full((2,), jnp.nan)))
     assert left[0].tolist() == [[1, 1, 1], [0, 0, 0]] and left[1][1] == 0
 

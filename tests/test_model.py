@@ -11,11 +11,11 @@ import jaxtyping
 import numpy as np
 import pytest
 from flax import nnx
-from oracle import relative_rms
 
 from efla_jax.layers import MIXERS, Block, Reading
 from efla_jax.layers.block import swiglu_width
 from efla_jax.model import LanguageModel, SequenceClassifier
+from tests.oracle import relative_rms
 
 OPTIONS = {name: {"num_heads": 2} for name in MIXERS}
 OPTIONS["mamba2"]["state_dim"] = 8

@@ -86,7 +86,7 @@ class Attention(nn.Module):
         if segment_ids is not None:
             x = mask_padding(segment_ids != 0, x)
         seen = jnp.zeros((batch,), jnp.int32) if cache is None else cache.segment
-        keep, segment = continues(seen, segment_ids)
+        keep, segment = continues(seen, segment_ids, time)
         kv = None if cache is None else cache.kv._replace(length=jnp.where(keep, cache.kv.length, 0))
 
         q = dense(self, "q_proj", heads * head_dim)(x).reshape(batch, time, heads, head_dim)

@@ -27,17 +27,17 @@ class RecurrentCache(NamedTuple):
 
 
 def continues(
-    segment: Int[Array, " B"], segment_ids: SegmentIds | None
+    segment: Int[Array, " B"], segment_ids: SegmentIds | None, time: int
 ) -> tuple[Bool[Array, " B"], Int[Array, " B"]]:
-    """(keep, segment) [B]: does this call go on with the cached document, and what is the last real id after it.
+    """(keep, segment) [B]: do these `time` tokens go on with the cached document, and the last real id after them.
 
     keep is False where the first real id of the call differs from a remembered one: that row's state belongs to another
     document. A row that has seen nothing keeps what it has (an initial state), and so does a row without a real token
     in this call. Without ids every token goes on with the cached document; a fresh row then gets id 1."""
+    if time == 0:
+        return jnp.ones(segment.shape, bool), segment
     if segment_ids is None:
         return jnp.ones(segment.shape, bool), jnp.where(segment == 0, 1, segment)
-    if segment_ids.shape[1] == 0:
-        return jnp.ones(segment.shape, bool), segment
     real = segment_ids != 0
     found = jnp.any(real, axis=1)
     rows = jnp.arange(segment_ids.shape[0])

@@ -100,7 +100,7 @@ class DeltaMixer(nn.Module):
         if segment_ids is not None:
             x = mask_padding(segment_ids != 0, x)
         cache = self.init_cache(x.shape[0]) if cache is None else cache
-        keep, segment = continues(cache.segment, segment_ids)
+        keep, segment = continues(cache.segment, segment_ids, x.shape[1])
         inputs, state = carry_on(keep, (cache.conv, cache.state))
 
         q, q_inputs = heads(self, "q", x, (key_heads, key_dim), segment_ids, inputs[0:1])

@@ -78,7 +78,7 @@ class Mamba2(nn.Module):
         if segment_ids is not None:
             x = mask_padding(segment_ids != 0, x)
         cache = self.init_cache(x.shape[0]) if cache is None else cache
-        keep, segment = continues(cache.segment, segment_ids)
+        keep, segment = continues(cache.segment, segment_ids, x.shape[1])
         inputs, state = carry_on(keep, (cache.conv, cache.state))
 
         z, mixed = jnp.split(dense(self, "in_proj", 2 * inner + 2 * keys)(x), (inner,), axis=-1)
