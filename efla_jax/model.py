@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from efla_jax.layers import MIXERS
 from efla_jax.layers.block import Block, swiglu_width
-from efla_jax.layers.fields import check_choice, check_options, nearest
+from efla_jax.layers.fields import check_choice, check_dtype, check_least, check_options, nearest
 from efla_jax.layers.initializers import kernel_initializer
 from efla_jax.layers.projections import float32_sums
 from efla_jax.ops.segments import positions
@@ -27,8 +27,9 @@ POLICIES = {
 }
 
 
-def check_mixers(mixers: tuple[str, ...], options: Mapping[str, Mapping]) -> None:
-    """Raise ValueError for an empty pattern, an unknown mixer, or options that no mixer of the pattern takes."""
+def check_mixers(model) -> None:
+    """Raise ValueError for an empty pattern, an unknown mixer, options that it does not take or that do not fit."""
+    mixers, options = model.mixers, model.mixer_options
     if not mixers:
         raise ValueError(f"mixers: the pattern is empty; name at least one of {tuple(MIXERS)}.")
     for name in mixers:
@@ -43,6 +44,7 @@ def check_mixers(mixers: tuple[str, ...], options: Mapping[str, Mapping]) -> Non
     for name in mixers:
         if "num_heads" not in options.get(name, {}):
             raise ValueError(f"mixer_options[{name!r}]: num_heads is missing; write {{{name!r}: {{'num_heads': 4}}}}.")
+        MIXERS[name](**mixer_fields(model, name), parent=None)  # checks the values
 
 
 def mixer_fields(model, name: str) -> dict[str, Any]:
@@ -101,7 +103,10 @@ class LanguageModel(nn.Module):
 
     def __post_init__(self):
         object.__setattr__(self, "mixer_options", freeze(self.mixer_options))  # hashable, so that apply can be jitted
-        check_mixers(self.mixers, self.mixer_options)
+        for field, least in (("vocab_size", 1), ("width", 1), ("mlp_width", 0)):
+            check_least(field, getattr(self, field), least)
+        check_dtype(self.dtype)
+        check_mixers(self)
         check_choice("mlp", self.mlp, ("swiglu", "none"))
         check_choice("remat", self.remat, ("none", *POLICIES))
         kernel_initializer(self.kernel_init, self.init_std)
@@ -112,8 +117,6 @@ class LanguageModel(nn.Module):
             )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout: {self.dropout} is not in [0, 1).")
-        for name in self.mixers:
-            MIXERS[name](**mixer_fields(self, name), parent=None)
         super().__post_init__()
 
     @nn.nowrap
@@ -211,7 +214,8 @@ class SequenceClassifier(nn.Module):
 
     def __post_init__(self):
         object.__setattr__(self, "mixer_options", freeze(self.mixer_options))
-        check_mixers(self.mixers, self.mixer_options)
+        check_dtype(self.dtype)
+        check_mixers(self)
         super().__post_init__()
 
     @nn.compact

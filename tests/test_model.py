@@ -309,6 +309,9 @@ def no_type_checks():
         ({"mixers": ("efla",), "mixer_options": {"efla": {"num_heads": 3}}}, "width: 16 is not divisible by num_heads"),
         ({"depth": 3}, "depth: 3 blocks are not a whole number of patterns"),
         ({"depth": 0}, "depth: 0 blocks"),
+        ({"vocab_size": 0}, "vocab_size: 0 is less than 1"),
+        ({"mlp_width": -1}, "mlp_width: -1 is less than 0"),
+        ({"dtype": "float64"}, "dtype: 'float64' is not one of"),
         ({"mlp": "gelu"}, "mlp: 'gelu' is not one of"),
         ({"remat": "dot"}, "remat: 'dot' is not one of .*Did you mean 'dots'"),
         ({"dropout": 1.0}, "dropout: 1.0 is not in"),
@@ -318,6 +321,11 @@ def no_type_checks():
 def test_wrong_fields_are_errors_when_the_model_is_built(options, message, no_type_checks):
     with pytest.raises(ValueError, match=message):
         model(**options)
+
+
+def test_wrong_fields_are_errors_when_the_classifier_is_built(no_type_checks):
+    with pytest.raises(ValueError, match="width: 16 is not divisible by num_heads=3"):
+        classifier(num_heads=3)
 
 
 def test_wrong_arrays_are_errors(no_type_checks):

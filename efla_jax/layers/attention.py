@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from efla_jax.layers.cache import continues
-from efla_jax.layers.fields import head_width
+from efla_jax.layers.fields import check_dtype, head_width
 from efla_jax.layers.projections import dense
 from efla_jax.ops import KVCache, apply_rope, init_kv_cache, softmax_attention
 from efla_jax.ops.segments import mask_padding, positions
@@ -58,6 +58,7 @@ class Attention(nn.Module):
             )
         if self.max_length < 1:
             raise ValueError(f"max_length: {self.max_length} is no room for a token; set the length of a document.")
+        check_dtype(self.dtype)
         super().__post_init__()
 
     @nn.nowrap

@@ -6,7 +6,7 @@ from flax import linen as nn
 from jax.typing import DTypeLike
 
 from efla_jax.layers.cache import RecurrentCache, carry_on, continues
-from efla_jax.layers.fields import check_choice, head_width
+from efla_jax.layers.fields import check_choice, check_dtype, check_least, head_width
 from efla_jax.layers.projections import ACTIVATIONS, gate, heads, merge_heads
 from efla_jax.layers.reading import read_delta_step
 from efla_jax.ops import delta_rule, l2_normalize
@@ -58,6 +58,8 @@ class DeltaMixer(nn.Module):
         check_choice("query_norm", self.query_norm, ("l2", "none"))
         check_choice("beta_activation", self.beta_activation, BETA)
         check_chunk_size(self.chunk_size)
+        check_least("conv_width", self.conv_width, 0)
+        check_dtype(self.dtype)
         super().__post_init__()
 
     @nn.nowrap

@@ -4,6 +4,10 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
 
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+DTYPES = ("float32", "bfloat16", "float16")
 MODULE_FIELDS = ("name", "parent")  # every Linen module has them; they are no options
 
 
@@ -18,6 +22,21 @@ def check_choice(field: str, value: object, choices: Iterable[str]) -> None:
     choices = tuple(choices)
     if value not in choices:
         raise ValueError(f"{field}: {value!r} is not one of {choices}.{nearest(value, choices)}")
+
+
+def check_least(field: str, value: int, least: int) -> None:
+    """Raise ValueError unless value is at least `least`."""
+    if value < least:
+        raise ValueError(f"{field}: {value} is less than {least}.")
+
+
+def check_dtype(dtype: DTypeLike) -> None:
+    """Raise ValueError unless the field dtype is, or names, one of DTYPES."""
+    try:
+        dtype = jnp.dtype(dtype).name
+    except TypeError:  # no dtype of any kind: check_choice says so
+        pass
+    check_choice("dtype", dtype, DTYPES)
 
 
 def check_options(owner: str, module: type, options: Mapping) -> None:

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from efla_jax.layers.cache import RecurrentCache, carry_on, continues
 from efla_jax.layers.conv import CausalConv
 from efla_jax.layers.decay import decay
-from efla_jax.layers.fields import head_width
+from efla_jax.layers.fields import check_dtype, check_least, head_width
 from efla_jax.layers.projections import dense, gate
 from efla_jax.layers.reading import Reading
 from efla_jax.ops import linear_attention
@@ -49,6 +49,9 @@ class Mamba2(nn.Module):
     def __post_init__(self):
         self.sizes()
         check_chunk_size(self.chunk_size)
+        check_least("state_dim", self.state_dim, 1)
+        check_least("conv_width", self.conv_width, 0)
+        check_dtype(self.dtype)
         super().__post_init__()
 
     @nn.nowrap
