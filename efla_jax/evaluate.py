@@ -5,7 +5,7 @@ import functools
 import math
 import pathlib
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,8 @@ def batch_sums(model: nn.Module, params, batch: Mapping[str, jax.Array], rngs=No
         logits, _ = model.apply(params, batch["tokens"], segment_ids=batch["segment_ids"], rngs=rngs)
         return weighted_sums(logits, batch["targets"], batch["mask"])
     if isinstance(model, SequenceClassifier):
-        return weighted_sums(model.apply(params, batch["pixels"], rngs=rngs), batch["labels"], batch["mask"])
+        logits = cast(jax.Array, model.apply(params, batch["pixels"], rngs=rngs))
+        return weighted_sums(logits, batch["labels"], batch["mask"])
     raise ValueError(f"model: {type(model).__name__} is neither a LanguageModel nor a SequenceClassifier.")
 
 
