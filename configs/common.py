@@ -6,8 +6,7 @@ from ml_collections import ConfigDict
 
 
 def base() -> ConfigDict:
-    """data, model, optim, train and sample; see DataConfig, LanguageModel, make_optimizer and train.fit for the
-    fields."""
+    """data, model, optim and train; see DataConfig, LanguageModel, make_optimizer and train.fit for the fields."""
     config = ConfigDict()
     config.seed = 0
     config.data = ConfigDict(dict(kind="text", path="", batch_size=16, eval_batch_size=0, worker_count=0))

@@ -1,8 +1,8 @@
 """The legend of shapes, the jaxtyping aliases of the public signatures, and the checks every op begins with.
 
     B batch    T time (tokens)    G key heads    H heads (value heads; G divides H, head h reads key head h // (H // G))
-    K key dim  V value dim        C chunk length N chunks    L Fenwick levels    D width of the model    W taps of a
-    convolution
+    K key dim  V value dim        C chunk length N chunks    L Fenwick levels    M slots of a key-value cache
+    D width    W taps of a convolution, P = W - 1
 
 The layout is always [batch, time, heads, dim]: never [batch, heads, time, dim].
 """
@@ -106,5 +106,5 @@ def check_segment_ids(segment_ids: jax.Array | None, batch: int, time: int) -> N
         )
     if segment_ids.shape != (batch, time):
         raise ValueError(
-            f"segment_ids: shape {segment_ids.shape} is not [B, T] = ({batch}, {time}): one id per token of q."
+            f"segment_ids: shape {segment_ids.shape} is not [B, T] = ({batch}, {time}): one id per token."
         )

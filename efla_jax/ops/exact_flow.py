@@ -1,10 +1,10 @@
 """Exact flow of the delta rule: coefficients of one token solved exactly in continuous time, in unit-key form.
 
-Per token the memory follows dS/dtau = -k k^T S + k v^T for a time beta. With n = |k|, x = beta n^2 and phi(x) = (1 -
-exp(-x)) / x:
+Per token the memory follows dS/dtau = -k k^T S + k v^T for a time beta. With n = |k|, x = beta n^2 and
+phi(x) = (1 - exp(-x)) / x:
 
-    S_t = (I - s k k^T / n^2) S_{t-1} + (k / n) (m v)^T        s = x phi(x) = 1 - exp(-x)        m = s / n = beta n
-    phi(x)
+    S_t = (I - s k k^T / n^2) S_{t-1} + (k / n) (m v)^T
+    s = x phi(x) = 1 - exp(-x)        m = s / n = beta n phi(x)
 
 so an EFLA step is a delta-rule step with the unit key k / n, the erase gate s in [0, 1) and the write vector m v.
 """

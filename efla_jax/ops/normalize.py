@@ -13,8 +13,9 @@ def vector_norm(x: Float[Array, "*rest D"]) -> Float[Array, " *rest"]:
 def l2_normalize(x: Float[Array, "*rest D"]) -> Float[Array, "*rest D"]:
     """x / |x| over the last axis, in the dtype of x; the value and the gradient at x = 0 are exactly 0.
 
-    x may have any shape. Computed in float32. No epsilon: the result has unit length whenever |x|^2 is a normal float32
-    number (|x| > 1e-19), and a zero row, as padding leaves it, stays zero and sends no gradient.
+    x may have any shape. Computed in float32. No epsilon: the result has unit length whenever the squares of its
+    entries are normal float32 numbers (entries above 1e-19); a zero row, as padding leaves it, stays zero and sends no
+    gradient.
 
     >>> import jax.numpy as jnp
     >>> l2_normalize(jnp.array([[3.0, 4.0], [0.0, 0.0]])).tolist()

@@ -19,8 +19,8 @@ class Segments(NamedTuple):
     """What the ids of a [B, T] batch mean.
 
     real      [B, T] bool   the token is not padding
-    starts    [B, T] bool   a real token whose document differs from that of the real token before it (never the row's
-    first) document  [B, T] int32  how many `starts` lie at or before the token; 0 belongs to the initial state
+    starts    [B, T] bool   a real token whose id differs from that of the real token before it (never the row's first)
+    document  [B, T] int32  how many `starts` lie at or before the token; 0 belongs to the initial state
     """
 
     real: Bool[Array, "B T"]
