@@ -26,7 +26,8 @@ def parse(argv: list[str]) -> list[str]:
         stop(str(error).strip().splitlines()[-1] if "Traceback" in str(error) else str(error))
     except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
         text = re.sub(r"[\s'\\]+", " ", str(error.args[0] if error.args else error).replace("\\n", " ")).strip()
-        stop(re.sub(r"^(\w+) Did", r"no config field is called \1. Did", text))
+        text = re.sub(r"^(\w+) Did", r"no config field is called \1. Did", text)
+        stop(re.sub(r'^"? ?(\w+) ?"?$', r"no config field is called \1 in this experiment file.", text))
     return []
 
 
@@ -49,14 +50,14 @@ def check(argv: list[str], required: tuple[str, ...] = ("config", "workdir")) ->
 
 
 def run(main: Callable[[list[str]], None]) -> None:
-    """Run main(argv). A ValueError or FloatingPointError of the library becomes one line and exit status 1."""
+    """Run main(argv). What is wrong with input, files, numbers or a missing extra is one line and exit status 1."""
 
     def guarded(argv: list[str]) -> None:
         if not flags.FLAGS["verbosity"].present:  # orbax and grain tell every step they take
             logging.set_verbosity(logging.WARNING)
         try:
             main(argv)
-        except (ValueError, FloatingPointError, FileNotFoundError) as error:
+        except (ValueError, FloatingPointError, FileNotFoundError, ImportError) as error:
             if flags.FLAGS.traceback:
                 raise
             print(f"error: {error}\n(--traceback shows where)", file=sys.stderr)

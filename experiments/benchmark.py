@@ -1,9 +1,7 @@
-"""Speed and memory of the operators on this machine: every implementation, forward and forward + backward, over the
-length.
+"""Speed and memory of the operators on this machine: every implementation, forward and forward + backward, by length.
 
-    python -m experiments.benchmark                                   # CPU: B=1, H=4, K=V=64, float32, T = 512 ...
-    32768 python -m experiments.benchmark --heads=16 --key_dim=128 --value_dim=128 --dtype=bfloat16        # the same
-    script on a GPU
+    python -m experiments.benchmark        # B = 1, H = 4, K = V = 64, float32, T = 512 ... 32768
+    python -m experiments.benchmark --heads=16 --key_dim=128 --value_dim=128 --dtype=bfloat16        # for a GPU
 
 Prints a table and writes benchmark.csv, benchmark.md and benchmark.png into --out. Times are medians of --repeats
 calls, each waited for, with the implementations taking turns; memory is XLA's figure for the temporaries of the
@@ -165,6 +163,8 @@ def main(argv: list[str]) -> None:
             print(f"{label} {r['ms']:10.2f} ms {r['memory_mib']:10.1f} MiB", flush=True)
         too_slow = {r["implementation"] for r in fresh if not r["ms"] <= SLOW.value}
         names = [n for n in names if n not in too_slow]
+        if too_slow and length < lengths[-1]:
+            print(f"skipped from here on, too slow or too large: {', '.join(sorted(too_slow))}", flush=True)
     out = pathlib.Path(OUT.value)
     save(rows, out)
     print(f"\n{table(rows)}\n\nwritten: {out}/benchmark.csv, .md, .png")

@@ -2,9 +2,9 @@
 
     python -m experiments.report --runs=runs/smnist --out=experiments/results/smnist
 
-Runs that differ only in their seed are one line. Writes accuracy.csv (every run, corruption and severity), table.md
-(test accuracy and its mean over the severities of each corruption) and corruption.png (one curve per line, band from
-worst to best seed).
+Runs of one mixer, step and learning rate are one line, over their seeds. Writes accuracy.csv (every run, corruption and
+severity), table.md (test accuracy and its mean over the severities of each corruption) and corruption.png (one curve
+per line, band from worst to best seed).
 """
 
 import csv
@@ -33,8 +33,14 @@ def read(folder: pathlib.Path) -> dict[str, dict[int, list[dict]]]:
     runs: dict[str, dict[int, list[dict]]] = {}
     for file in sorted(folder.glob("*/corruption.csv")):
         config = json.loads((file.parent / "config.json").read_text())
+        seeds = runs.setdefault(label(config), {})
+        if config["seed"] in seeds:
+            raise ValueError(
+                f"--runs={folder}: two runs are {label(config)!r} with seed {config['seed']}, one of them in"
+                f" {file.parent.name}: they differ in what the label does not name. Report them from separate folders."
+            )
         with open(file, newline="") as rows:
-            runs.setdefault(label(config), {})[config["seed"]] = list(csv.DictReader(rows))
+            seeds[config["seed"]] = list(csv.DictReader(rows))
     if not runs:
         raise ValueError(f"--runs={folder}: no sub-folder holds a corruption.csv; train image classifiers there first.")
     return dict(sorted(runs.items()))

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,9 @@ REFUSED = {
     "misspelt field": ([*TRAIN, "--config.optim.learning_rat=1e-3"], 'Did you mean "learning_rate"'),
     "misspelt section": ([*TRAIN, "--config.optm.learning_rate=1e-3"], 'Did you mean "optim"'),
     "misspelt flag": ([*TRAIN, "--workdr=x"], "Unknown command line flag 'workdr'"),
-    "a word that is no flag": ([*TRAIN, "--workdir=x", "--config.model.tie", "False"], "error"),
+    "a word that is no flag": ([*TRAIN, "--workdir=x", "--resume", "False"], "stray argument 'False'"),
+    "unlike any field": ([*TRAIN, "--workdir=x", "--config.model.zzz=1"], "no config field is called zzz"),
+    "no such dtype": ([*TRAIN, "--workdir=x", "--config.model.dtype=bfloat61"], "config.model: dtype: 'bfloat61'"),
     "stray word": ([*TRAIN, "--workdir=x", "config.seed=1"], "stray argument 'config.seed=1'"),
     "exponent for an integer": ([*TRAIN, "--config.train.steps=1e3"], "invalid literal for int"),
     "infinite": (
@@ -90,5 +93,8 @@ def test_report_takes_seeds_together(tmp_path):
     assert "| efla euler, lr 0.001 | 2 | 60.0 [50.0, 70.0] | 30.0 [25.0, 35.0] | 10.0 [10.0, 10.0] |" in report.table(
         runs
     )
+    shutil.copytree(tmp_path / "run1", tmp_path / "run2")
+    with pytest.raises(ValueError, match="two runs are 'efla euler, lr 0.001' with seed 1, one of them in run2"):
+        report.read(tmp_path)
     with pytest.raises(ValueError, match="no sub-folder holds a corruption.csv"):
         report.read(tmp_path / "run0")
