@@ -8,6 +8,7 @@ Any field is overridden as --config.section.field=value. An image classifier's r
 three corruptions of its test images, as corruption.csv and corruption.png.
 """
 
+import jax
 from absl import flags
 
 from efla_jax import evaluate, train
@@ -21,7 +22,8 @@ def main(argv: list[str]) -> None:
     run = train.fit(arguments.CONFIG.value, arguments.WORKDIR.value, resume=RESUME.value)
     print("held out: " + ", ".join(f"{name} {value:.4f}" for name, value in run.scores.items()))
     if run.dataset.kind == "images":
-        rows = evaluate.corruption_curves(run.model, run.params, run.dataset)
+        with jax.default_matmul_precision(arguments.CONFIG.value.train.matmul_precision):  # as it was trained
+            rows = evaluate.corruption_curves(run.model, run.params, run.dataset)
         evaluate.write_rows(rows, run.workdir / "corruption.csv")
         evaluate.plot_corruptions({run.workdir.name: [rows]}, run.workdir / "corruption.png")
         print(f"accuracy under corruption: {run.workdir}/corruption.csv, {run.workdir}/corruption.png")
