@@ -74,7 +74,9 @@ def test_packed_documents_and_padding(implementation, erases, case):
     compare(implementation, arguments, packed_ids(SHAPE["batch"], SHAPE["time"]), cotangents, erases=erases)
 
 
-@pytest.mark.parametrize("case", ("random", "cosine 0.9", "strong decay", "erase up to 2"))
+@pytest.mark.parametrize(
+    "case", ("random", "cosine 0.9", "cosine 0.99", "no decay", "strong decay", "erase up to 2", "zero keys")
+)
 @pytest.mark.parametrize("implementation", ("recurrent", "chunked"))
 def test_bfloat16_inputs(implementation, case):
     arguments, cotangents = recurrence_case(case, jnp.bfloat16)
