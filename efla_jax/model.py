@@ -17,7 +17,7 @@ from efla_jax.layers.block import Block, swiglu_width
 from efla_jax.layers.fields import check_choice, check_dtype, check_least, check_options, nearest
 from efla_jax.layers.initializers import kernel_initializer
 from efla_jax.layers.projections import float32_sums
-from efla_jax.ops.segments import positions
+from efla_jax.ops.segments import mask_padding, positions
 from efla_jax.shapes import SegmentIds, check_segment_ids
 
 MIXER_INHERITS = ("width", "norm_eps", "kernel_init", "init_std", "dtype")
@@ -186,6 +186,8 @@ class LanguageModel(nn.Module):
         if not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.ndim != 2:
             raise ValueError(f"tokens: {tokens.dtype}{list(tokens.shape)} is not an integer [B, T]; pass token ids.")
         check_segment_ids(segment_ids, *tokens.shape)
+        if segment_ids is not None:  # an id beyond the vocabulary embeds as NaN, which zero cotangents do not stop
+            tokens = jnp.where(segment_ids != 0, tokens, 0)
         x = self.drop(self.embed(tokens), deterministic=not self.has_rng("dropout"))
         x, cache = self.groups(x, segment_ids, cache)
         return self.final_norm(x), cache
@@ -229,6 +231,8 @@ class SequenceClassifier(nn.Module):
         if time > self.max_length:
             raise ValueError(f"x: {time} tokens, but max_length={self.max_length} positions are learned; raise it.")
         check_segment_ids(segment_ids, batch, time)
+        if segment_ids is not None:
+            x = mask_padding(segment_ids != 0, x)
         uniform = kernel_initializer("uniform", self.init_std)
         x = nn.Dense(self.width, use_bias=False, kernel_init=uniform, dtype=self.dtype, name="front")(x)
         table = self.param("position", nn.initializers.normal(self.init_std), (self.max_length, self.width))

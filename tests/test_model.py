@@ -140,6 +140,27 @@ def test_packed_documents_equal_documents_alone():
         assert relative_rms(packed[:, at], alone) <= CLOSE
 
 
+def test_what_stands_at_padding_does_not_matter():
+    """A padding token beyond the vocabulary, NaN pixels: the same values and gradients, all finite."""
+
+    def slopes(module, params, ids, *inputs):
+        def total(params, x):
+            out = module.apply(params, x, ids)
+            real = (ids != 0)[..., None]
+            return jnp.sum(jnp.where(real, out[0], 0.0) ** 2) if isinstance(out, tuple) else jnp.sum(out**2)
+
+        run = jax.jit(jax.value_and_grad(total))
+        return [run(params, x) for x in inputs]
+
+    ids = jnp.asarray([[0, 1, 1, 0, 1, 2, 2, 2, 2, 0, 2, 0]], jnp.int32)
+    x = tokens(batch=1)
+    tree_close(*slopes(model(), parameters(), ids, jnp.where(ids == 0, 99, x), x), 0.0)
+    module, ids = classifier(), jnp.minimum(ids, 1)
+    pixels = jnp.asarray(np.random.default_rng(0).uniform(size=(1, 12, 1)), jnp.float32)
+    params = module.init(jax.random.key(0), pixels)
+    tree_close(*slopes(module, params, ids, jnp.where(ids[..., None] == 0, jnp.nan, pixels), pixels), 0.0)
+
+
 @functools.cache
 def gradient(**options):
     module = model(**options)
