@@ -267,6 +267,7 @@ BAD = {
         lambda a: dict(u=a["u"].astype(jnp.int32)),
         "u: dtype int32 is not float32, bfloat16 or float16; cast it",
     ),
+    "no erase": (lambda a: dict(erase=None), "erase: None, .* linear_attention"),
     "chunk": (lambda a: dict(chunk_size=40), r"chunk_size: 40 is not one of \(16, 32, 64, 128\)"),
     "ids dtype": (lambda a: dict(segment_ids=jnp.ones((2, 37))), "segment_ids: dtype float32 is not an integer"),
     "ids shape": (

@@ -50,5 +50,7 @@ def delta_rule(
     ((1, 3, 2, 5), (1, 2, 4, 5), [1.0, 1.0, 1.0])
     """
     check_chunk_size(chunk_size)
+    if erase is None:
+        raise ValueError("erase: None, but the delta rule needs one gate per token; without any call linear_attention.")
     x = recurrence(q, k, u, erase, log_decay, initial_state, segment_ids)
     return dispatch("delta_rule", implementation, TABLE, automatic(x.k.shape[1]), (x, chunk_size))
