@@ -4,8 +4,8 @@
     python -m experiments.train --config=configs/quickstart.py:efla --workdir=runs/first --resume
     python -m experiments.train --config=configs/smnist.py:efla --workdir=runs/smnist --config.data.path=mnist.npz
 
-Any field is overridden as --config.section.field=value. An image classifier's run ends with its accuracy under the
-three corruptions of its test images, as corruption.csv and corruption.png.
+Any field of the experiment file is overridden as --config.section.field=value. An image classifier's run ends with its
+accuracy under the three corruptions of its test images, as corruption.csv and corruption.png.
 """
 
 import jax

@@ -4,12 +4,14 @@ A cache is an immutable pytree whose leaves begin with the batch axis; structure
 that it can be the carry of `lax.scan`. It remembers the id of each row's last real token (0: nothing seen yet).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
+from efla_jax.ops.segments import mask_padding
 from efla_jax.shapes import SegmentIds, State
 
 
@@ -24,6 +26,14 @@ class RecurrentCache(NamedTuple):
     conv: tuple[Array, ...]
     state: State
     segment: Int[Array, " B"]
+
+
+def fresh_cache(
+    batch: int, conv_width: int, channels: tuple[int, ...], state: tuple[int, int, int], dtype: DTypeLike
+) -> RecurrentCache:
+    """The cache of rows that have seen nothing: one convolution per entry of `channels` (none when conv_width is 0)."""
+    conv = tuple(jnp.zeros((batch, conv_width - 1, size), dtype) for size in channels if conv_width)
+    return RecurrentCache(conv, jnp.zeros((batch, *state), jnp.float32), jnp.zeros((batch,), jnp.int32))
 
 
 def continues(
@@ -52,3 +62,13 @@ def carry_on(keep: Bool[Array, " B"], cached):
     return jax.tree.map(
         lambda x: jnp.where(keep.reshape(keep.shape + (1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype)), cached
     )
+
+
+def begin(mixer, x: jax.Array, segment_ids: SegmentIds | None, cache) -> tuple[jax.Array, Any, Any, Int[Array, " B"]]:
+    """What a call of a recurrent mixer begins with: x [B, T, D] with zeros at padding, the convolutions' inputs and the
+    state where the document goes on (a fresh cache's for None), and the id of each row's last real token after it."""
+    if segment_ids is not None:
+        x = mask_padding(segment_ids != 0, x)
+    cache = mixer.init_cache(x.shape[0]) if cache is None else cache
+    keep, segment = continues(cache.segment, segment_ids, x.shape[1])
+    return x, *carry_on(keep, (cache.conv, cache.state)), segment

@@ -1,16 +1,14 @@
 """The block around the delta rule that its mixers share; each adds how key, value and beta become a step."""
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
 
-from efla_jax.layers.cache import RecurrentCache, carry_on, continues
+from efla_jax.layers.cache import RecurrentCache, begin, fresh_cache
 from efla_jax.layers.fields import check_choice, check_dtype, check_least, head_width
 from efla_jax.layers.projections import ACTIVATIONS, gate, heads, merge_heads
 from efla_jax.layers.reading import read_delta_step
 from efla_jax.ops import delta_rule, l2_normalize
-from efla_jax.ops.segments import mask_padding
 from efla_jax.shapes import SegmentIds, check_chunk_size, check_heads
 
 BETA = {"sigmoid": nn.sigmoid, "softplus": nn.softplus}
@@ -80,10 +78,8 @@ class DeltaMixer(nn.Module):
     def init_cache(self, batch_size: int) -> RecurrentCache:
         """The cache of `batch_size` rows that have seen nothing."""
         key_heads, heads, key_dim, value_dim = self.sizes()
-        channels = (key_heads * key_dim, key_heads * key_dim, heads * value_dim) if self.conv_width else ()
-        conv = tuple(jnp.zeros((batch_size, self.conv_width - 1, size), self.dtype) for size in channels)
-        state = jnp.zeros((batch_size, heads, key_dim, value_dim), jnp.float32)
-        return RecurrentCache(conv, state, jnp.zeros((batch_size,), jnp.int32))
+        channels = key_heads * key_dim, key_heads * key_dim, heads * value_dim
+        return fresh_cache(batch_size, self.conv_width, channels, (heads, key_dim, value_dim), self.dtype)
 
     def coefficients(self, k, v, beta, log_decay):
         """(unit k, u, erase, log decay) of `ops.delta_rule` from raw keys, values, beta and raw log decay (or None)."""
@@ -99,12 +95,7 @@ class DeltaMixer(nn.Module):
     ) -> tuple[jax.Array, RecurrentCache]:
         """x [B, T, width] -> y [B, T, width] in `dtype` and the cache after each row's last real token; any T >= 0."""
         key_heads, value_heads, key_dim, value_dim = self.sizes()
-        if segment_ids is not None:
-            x = mask_padding(segment_ids != 0, x)
-        cache = self.init_cache(x.shape[0]) if cache is None else cache
-        keep, segment = continues(cache.segment, segment_ids, x.shape[1])
-        inputs, state = carry_on(keep, (cache.conv, cache.state))
-
+        x, inputs, state, segment = begin(self, x, segment_ids, cache)
         q, q_inputs = heads(self, "q", x, (key_heads, key_dim), segment_ids, inputs[0:1])
         k, k_inputs = heads(self, "k", x, (key_heads, key_dim), segment_ids, inputs[1:2])
         v, v_inputs = heads(self, "v", x, (value_heads, value_dim), segment_ids, inputs[2:3])

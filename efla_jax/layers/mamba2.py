@@ -5,14 +5,13 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
 
-from efla_jax.layers.cache import RecurrentCache, carry_on, continues
+from efla_jax.layers.cache import RecurrentCache, begin, fresh_cache
 from efla_jax.layers.conv import CausalConv
 from efla_jax.layers.decay import decay
 from efla_jax.layers.fields import check_dtype, check_least, head_width
 from efla_jax.layers.projections import dense, gate
 from efla_jax.layers.reading import Reading
 from efla_jax.ops import linear_attention
-from efla_jax.ops.segments import mask_padding
 from efla_jax.shapes import SegmentIds, check_chunk_size, check_heads
 
 
@@ -65,10 +64,8 @@ class Mamba2(nn.Module):
     def init_cache(self, batch_size: int) -> RecurrentCache:
         """The cache of `batch_size` rows that have seen nothing."""
         groups, heads, key_dim, value_dim = self.sizes()
-        channels = (heads * value_dim + 2 * groups * key_dim,) if self.conv_width else ()
-        conv = tuple(jnp.zeros((batch_size, self.conv_width - 1, size), self.dtype) for size in channels)
-        state = jnp.zeros((batch_size, heads, key_dim, value_dim), jnp.float32)
-        return RecurrentCache(conv, state, jnp.zeros((batch_size,), jnp.int32))
+        channels = (heads * value_dim + 2 * groups * key_dim,)
+        return fresh_cache(batch_size, self.conv_width, channels, (heads, key_dim, value_dim), self.dtype)
 
     @nn.compact
     def __call__(
@@ -78,12 +75,7 @@ class Mamba2(nn.Module):
         groups, heads, key_dim, value_dim = self.sizes()
         inner, keys = heads * value_dim, groups * key_dim
         lead = x.shape[:2]
-        if segment_ids is not None:
-            x = mask_padding(segment_ids != 0, x)
-        cache = self.init_cache(x.shape[0]) if cache is None else cache
-        keep, segment = continues(cache.segment, segment_ids, x.shape[1])
-        inputs, state = carry_on(keep, (cache.conv, cache.state))
-
+        x, inputs, state, segment = begin(self, x, segment_ids, cache)
         z, mixed = jnp.split(dense(self, "in_proj", 2 * inner + 2 * keys)(x), (inner,), axis=-1)
         if self.conv_width:
             conv = CausalConv(self.conv_width, use_bias=self.conv_bias, dtype=self.dtype, name="conv")
