@@ -15,7 +15,8 @@ class Recurrence(NamedTuple):
     but `erase`.
 
     q, k [B, T, G, K]; u [B, T, H, V]; erase [B, T, H] float32 or None (linear attention); log_decay [B, T, H] float32;
-    initial_state [B, H, K, V] float32; starts [B, T] bool: the state is dropped before this token."""
+    initial_state [B, H, K, V] float32; starts [B, T] bool, or None for one document: the state is dropped before such a
+    token."""
 
     q: jax.Array
     k: jax.Array
@@ -23,7 +24,7 @@ class Recurrence(NamedTuple):
     erase: jax.Array | None
     log_decay: jax.Array
     initial_state: jax.Array
-    starts: jax.Array
+    starts: jax.Array | None
 
 
 def recurrence(q, k, u, erase, log_decay, initial_state, segment_ids) -> Recurrence:
@@ -48,7 +49,7 @@ def recurrence(q, k, u, erase, log_decay, initial_state, segment_ids) -> Recurre
         initial_state = jnp.zeros((batch, heads, sizes["K"], sizes["V"]), jnp.float32)
     log_decay = log_decay.astype(jnp.float32)
     erase = None if erase is None else erase.astype(jnp.float32)
-    starts = jnp.zeros((batch, time), bool)
+    starts = None
     if segment_ids is not None:
         found = segments(segment_ids)
         starts = found.starts

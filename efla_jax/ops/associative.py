@@ -25,7 +25,8 @@ def associative(x: Recurrence, _chunk_size: int) -> tuple[jax.Array, jax.Array]:
     repeats = x.u.shape[2] // x.k.shape[2]
     k = jnp.repeat(x.k.astype(jnp.float32), repeats, axis=2)
     q = jnp.repeat(x.q.astype(jnp.float32), repeats, axis=2)
-    keep = jnp.exp(jnp.where(x.starts[..., None], -jnp.inf, x.log_decay))[..., None, None]
+    decay = x.log_decay if x.starts is None else jnp.where(x.starts[..., None], -jnp.inf, x.log_decay)
+    keep = jnp.exp(decay)[..., None, None]
     write = k[..., :, None] * x.u.astype(jnp.float32)[..., None, :]
     compose: Callable[..., jax.Array] = jnp.multiply
     if x.erase is None:

@@ -24,7 +24,8 @@ def recurrent(x: Recurrence, _chunk_size: int) -> tuple[jax.Array, jax.Array]:
 
     def step(state, token):
         q, k, u, erase, decay, starts = token
-        state = jnp.where(starts[:, None, None, None, None], 0.0, state)
+        if starts is not None:
+            state = jnp.where(starts[:, None, None, None, None], 0.0, state)
         state = jnp.exp(decay)[..., None, None] * state
         write = (
             u if erase is None else u - erase[..., None] * jnp.einsum("bgk,bgrkv->bgrv", k, state, precision=PRECISION)
@@ -41,7 +42,7 @@ def recurrent(x: Recurrence, _chunk_size: int) -> tuple[jax.Array, jax.Array]:
         tokens(x.u, *group, value_dim),
         None if x.erase is None else tokens(x.erase, *group),
         tokens(x.log_decay, *group),
-        jnp.moveaxis(x.starts, 1, 0),
+        None if x.starts is None else jnp.moveaxis(x.starts, 1, 0),
     )
     state = x.initial_state.reshape(*group, *x.initial_state.shape[2:])
     state, o = lax.scan(step, state, xs)
