@@ -1,7 +1,7 @@
 """The training loop: a config and a folder go in; a trained model, its checkpoints, metrics and loss curve come out.
 
-    run = fit(config, "runs/first")            # config: an ml_collections ConfigDict with the sections of
-    configs/common.py run = fit(config, "runs/first", resume=True)
+    run = fit(config, "runs/first")                  # a ConfigDict with the sections of configs/common.py
+    run = fit(config, "runs/first", resume=True)     # go on from the latest checkpoint
 
 The config is taken apart here, once: no layer ever sees it. Metrics are read one step late, so that logging never
 waits.
@@ -29,6 +29,16 @@ from efla_jax.layers.fields import nearest
 from efla_jax.model import LanguageModel, SequenceClassifier
 
 SECTIONS = ("data", "model", "optim", "train")
+# Fields of config.train and their smallest values; 0 turns the periodic ones off.
+TRAIN: dict[str, int | str] = {
+    "steps": 1,
+    "log_every": 1,
+    "eval_every": 0,
+    "save_every": 0,
+    "keep": 1,
+    "max_skipped": 1,
+    "matmul_precision": "",
+}
 PRECISIONS = ("tensorfloat32", "highest")  # of the float32 products of layers; operators name their own
 HELD_OUT = {"text": "valid", "images": "test"}
 
@@ -162,6 +172,38 @@ class Journal:
             )
 
 
+def check_train(options: Mapping[str, Any]) -> None:
+    """Raise ValueError unless config.train has every field of TRAIN, in range, and no other."""
+    for name in options:
+        if name not in TRAIN:
+            raise ValueError(f"config.train.{name}: no such field.{nearest(name, TRAIN)} Known: {', '.join(TRAIN)}.")
+    for name, least in TRAIN.items():
+        if name not in options:
+            raise ValueError(f"config.train.{name}: this field is missing; see configs/common.py.")
+        if isinstance(least, int) and options[name] < least:
+            raise ValueError(f"config.train.{name}: {options[name]} is less than {least}.")
+    if options["matmul_precision"] not in PRECISIONS:
+        raise ValueError(f"config.train.matmul_precision: {options['matmul_precision']!r} is not one of {PRECISIONS}.")
+
+
+def check_unchanged(saved: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Raise ValueError naming every field that shapes the numbers of a run and differs from the saved one."""
+    here = json.loads(json.dumps(config))
+    free = {"train.log_every", "train.eval_every", "train.save_every", "train.keep", "train.max_skipped"}
+    if here["optim"].get("schedule") == "constant":
+        free.add("train.steps")  # more steps of a constant rate are the same run, longer
+    changed = [
+        f"config.{name}.{key}: {saved[name].get(key)!r} in the checkpoint, {here[name].get(key)!r} now"
+        for name in SECTIONS
+        for key in sorted({*saved[name], *here[name]})
+        if saved[name].get(key) != here[name].get(key) and f"{name}.{key}" not in free
+    ]
+    if saved["seed"] != here["seed"]:
+        changed.append(f"config.seed: {saved['seed']} in the checkpoint, {here['seed']} now")
+    if changed:
+        raise ValueError("config: the run was started with other values:\n  " + "\n  ".join(changed))
+
+
 def open_state(config: dict, checkpointer: Checkpointer, state: TrainState, iterator, resume: bool) -> TrainState:
     """The state to go on from: the given fresh one, or the latest checkpoint when resuming."""
     latest = checkpointer.latest_step()
@@ -173,15 +215,7 @@ def open_state(config: dict, checkpointer: Checkpointer, state: TrainState, iter
             " another --workdir for a fresh one."
         )
     restored = checkpointer.restore(jax.eval_shape(lambda s: s, state))
-    saved, here = restored.metadata["config"], json.loads(json.dumps(config))
-    changed = [
-        f"config.{name}.{key}: {saved[name].get(key)!r} in the checkpoint, {here[name].get(key)!r} now"
-        for name in ("data", "model", "optim")
-        for key in sorted({*saved[name], *here[name]})
-        if saved[name].get(key) != here[name].get(key)
-    ]
-    if changed:
-        raise ValueError("config: the run was started with other values:\n  " + "\n  ".join(changed))
+    check_unchanged(restored.metadata["config"], config)
     iterator.set_state(restored.data_state)
     return restored.state
 
@@ -245,8 +279,7 @@ def fit(config: ConfigDict | Mapping, workdir: str | pathlib.Path, *, resume: bo
             raise ValueError(f"config.{name}: this section is missing.{nearest(name, config)}")
     workdir = pathlib.Path(workdir)
     options = config["train"]
-    if options["matmul_precision"] not in PRECISIONS:
-        raise ValueError(f"config.train.matmul_precision: {options['matmul_precision']!r} is not one of {PRECISIONS}.")
+    check_train(options)
     dataset = build_dataset(config)
     model = build_model(config, dataset)
     optimizer, schedule = section(config, "optim", optim.make_optimizer, {"total_steps": options["steps"]})

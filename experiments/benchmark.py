@@ -154,19 +154,18 @@ def main(argv: list[str]) -> None:
     for name in IMPLEMENTATIONS.value:
         if name not in known:
             raise app.UsageError(f"--implementations: {name!r} is not one of {known}")
-    rows, names = [], list(IMPLEMENTATIONS.value)
+    rows, names, out = [], list(IMPLEMENTATIONS.value), pathlib.Path(OUT.value)
     for length in lengths:
         fresh = measure(length, names)
         rows += fresh
         for r in fresh:
             label = f"T={r['T']:<6} {r['implementation']:<12} {r['measured']:<17}"
             print(f"{label} {r['ms']:10.2f} ms {r['memory_mib']:10.1f} MiB", flush=True)
+        save(rows, out)  # an interrupted benchmark keeps what it measured
         too_slow = {r["implementation"] for r in fresh if not r["ms"] <= SLOW.value}
         names = [n for n in names if n not in too_slow]
         if too_slow and length < lengths[-1]:
             print(f"skipped from here on, too slow or too large: {', '.join(sorted(too_slow))}", flush=True)
-    out = pathlib.Path(OUT.value)
-    save(rows, out)
     print(f"\n{table(rows)}\n\nwritten: {out}/benchmark.csv, .md, .png")
 
 

@@ -7,7 +7,9 @@ Trains both for the same steps (or goes on, or only shows the results of a finis
 byte beside a byte bigram and lzma, a sampled continuation, where everything is, and what to type next.
 """
 
+import os
 import pathlib
+import sys
 
 from absl import flags
 
@@ -15,7 +17,9 @@ from configs import quickstart
 from efla_jax import data, generate, metrics, train
 from experiments import arguments
 
-PROMPT = "def read(self, size=-1):\n    "
+PROMPT = 'def read(self, size=-1):\n        """Return '
+PYTHON = os.path.relpath(sys.executable)  # as it is typed from here
+NEXT = f"{PYTHON} -m experiments.train --config=configs/quickstart.py:gated_efla --workdir=runs/gated_efla"
 MIXERS = ("efla", "delta_net")
 STEPS = flags.DEFINE_integer(
     "steps", 0, "training steps of each model; 0: those of configs/quickstart.py", lower_bound=0
@@ -41,24 +45,21 @@ def main(argv: list[str]) -> None:
     workdir = pathlib.Path(arguments.WORKDIR.value)
     rows, runs = bits(workdir)
     metrics.plot_curves({mixer: run.workdir for mixer, run in runs.items()}, workdir / "loss.png")
-    run = runs[MIXERS[0]]
-    text = bytes(
-        generate.generate(run.model, run.params, [list(PROMPT.encode())], max_new_tokens=200, temperature=0.7, seed=0)[
-            0
-        ]
-    )
     print("\nheld-out bits per byte (documents that no model was trained on; lower is better)")
     for name, value in rows:
         print(f"  {value:6.3f}  {name}")
-    print(f"\nEFLA goes on from {PROMPT!r}:\n{PROMPT}{text.decode('utf-8', errors='replace')}")
-    print(
-        f"\nloss curves   {workdir}/loss.png\ncheckpoints   "
-        + ", ".join(f"{r.workdir}/checkpoints" for r in runs.values())
-    )
-    print("\nnext          " + NEXT.format(python=".venv/bin/python"))
+    print(f"\nEFLA goes on from {PROMPT!r}:\n{PROMPT}{sampled(runs[MIXERS[0]])}")
+    print(f"\nloss curves   {workdir}/loss.png")
+    print("checkpoints   " + ", ".join(f"{run.workdir}/checkpoints" for run in runs.values()))
+    print(f"\nnext          {NEXT}")
 
 
-NEXT = "{python} -m experiments.train --config=configs/quickstart.py:gated_efla --workdir=runs/gated_efla"
+def sampled(run: train.Run) -> str:
+    """At most 200 bytes that the model writes after PROMPT, up to the end of the document."""
+    prompts, stop = [list(PROMPT.encode())], data.END_OF_DOCUMENT
+    how = {"max_new_tokens": 200, "temperature": 0.7, "stop_token": stop, "seed": 0}
+    return bytes(generate.generate(run.model, run.params, prompts, **how)[0]).decode(errors="replace")
+
 
 if __name__ == "__main__":
     arguments.run(main)

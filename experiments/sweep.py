@@ -4,9 +4,9 @@
         --grid="optim.learning_rate=1e-3,3e-3;seed=0,1,2" -- --config.data.path=mnist.npz
 
 --arguments are what stands behind the colon of --config; --grid crosses the values of any fields; what follows -- goes
-to every run. Runs that have finished are not repeated, so a broken sweep is started again with the same line. On a GPU
-the jobs share it: set XLA_PYTHON_CLIENT_PREALLOCATE=false. Exit status 1 if a run failed; its output is in its folder's
-log.txt.
+to every run. Runs that have finished with the same command are not repeated, so a broken sweep is started again with
+the same line. On a GPU the jobs share it: set XLA_PYTHON_CLIENT_PREALLOCATE=false. Exit status 1 if a run failed; its
+output is in its folder's log.txt.
 """
 
 import itertools
@@ -47,15 +47,16 @@ def train(argument: str, point: dict[str, str], rest: list[str]) -> tuple[str, i
     )
     folder = pathlib.Path(WORKDIR.value) / name
     folder.mkdir(parents=True, exist_ok=True)
-    if (folder / "done").exists():
-        return name, 0
     config = f"--config={CONFIG.value}:{argument}" if argument else f"--config={CONFIG.value}"
     overrides = [f"--config.{field}={value}" for field, value in point.items()]
     command = [sys.executable, "-m", "experiments.train", config, f"--workdir={folder}", "--resume", *overrides, *rest]
+    done = folder / "done"
+    if done.exists() and done.read_text() == " ".join(command[1:]):
+        return name, 0
     with open(folder / "log.txt", "a") as log:
         status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ).returncode
     if status == 0:
-        (folder / "done").touch()
+        done.write_text(" ".join(command[1:]))
     return name, status
 
 

@@ -1,6 +1,7 @@
 """The training loop on tiny models: what a run writes, resuming, refusing, scores whatever the batching."""
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +76,18 @@ def test_a_resumed_run_equals_one_that_never_stopped(finished, tmp_path):
     assert rows[0] == rows[1]
 
 
+def test_a_run_killed_after_a_checkpoint_goes_on_to_the_same_numbers(finished, tmp_path):
+    """Cosine rate, same command: with its last checkpoint gone it repeats the last steps bit for bit."""
+    config, run = finished
+    shutil.copytree(run.workdir, tmp_path / "killed")
+    shutil.rmtree(tmp_path / "killed" / "checkpoints" / "6")
+    resumed = train.fit(config, tmp_path / "killed", resume=True)
+    for a, b in zip(leaves(resumed.params), leaves(run.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+    rows = [[r for r in metrics.read_rows(x.workdir) if "loss" in r] for x in (resumed, run)]
+    assert [(r["step"], r["loss"]) for r in rows[0]] == [(r["step"], r["loss"]) for r in rows[1]]
+
+
 def test_a_finished_run_is_only_scored_again(finished):
     config, run = finished
     before = (run.workdir / "metrics.jsonl").read_text()
@@ -91,6 +104,10 @@ def test_a_used_folder_or_a_changed_config_is_refused(finished):
     other.optim.learning_rate = 3e-3
     with pytest.raises(ValueError, match="config.optim.learning_rate: 0.01 in the checkpoint, 0.003 now"):
         train.fit(other, run.workdir, resume=True)
+    longer = config.copy_and_resolve_references()
+    longer.train.steps = 12  # would bend the cosine that the first steps followed
+    with pytest.raises(ValueError, match="config.train.steps: 6 in the checkpoint, 12 now"):
+        train.fit(longer, run.workdir, resume=True)
     assert run.workdir.joinpath("checkpoints", "6").exists()
 
 
@@ -114,7 +131,12 @@ FAULTS = {
     ),
     "heads": (lambda c: c.model.update(width=17), "config.model: width: 17 is not divisible by num_heads=2"),
     "window": (lambda c: c.data.update(window=100000), "window"),
-    "steps": (lambda c: c.train.update(steps=0), "config.optim: total_steps=0"),
+    "steps": (lambda c: c.train.update(steps=0), "config.train.steps: 0 is less than 1"),
+    "unknown train field": (
+        lambda c: c.train.update(stepz=3),
+        "config.train.stepz: no such field. Did you mean 'steps'",
+    ),
+    "skips": (lambda c: c.train.update(max_skipped=0), "config.train.max_skipped: 0 is less than 1"),
 }
 
 
