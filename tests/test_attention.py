@@ -427,7 +427,10 @@ def test_the_cache_of_the_mixer():
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
     assert set(params["params"]) == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert after.segment.tolist() == [1, 1] and mixer.init_cache(2, max_length=21).kv.v.shape == (2, 21, 2, 6)
-    assert apply(params, jnp.ones((2, 12, 10)))[1].kv.k.shape[1] == 12
+    for time, capacity in ((8, 9), (9, 18), (12, 21)):  # a cache can always be continued
+        y, long = apply(params, jnp.ones((2, time, 10)))
+        assert long.kv.k.shape[1] == capacity
+        assert np.isfinite(apply(params, jnp.ones((2, 1, 10)), None, long)[0]).all()
     for ids in (None, jnp.zeros((2, 0), int)):
         y, still = apply(params, x[:, :0], ids, after)
         assert y.shape == (2, 0, 10) and still.kv.length.tolist() == [3, 3]

@@ -30,8 +30,8 @@ class Attention(nn.Module):
     head_dim      K; None: width / num_heads
     rope_base     of the rotary positions, which count each document's real tokens; 0: no positions
     qk_norm       RMSNorm of every query and key head, before the rotation
-    max_length    tokens of a document that `init_cache` makes room for; the cache after a call without one has room for
-                  that many more. Documents that outgrow it: see `ops.softmax_attention`
+    max_length    tokens of a document that a fresh cache has room for; after a first call of so many or more, room for
+                  max_length others. Documents that outgrow it: see `ops.softmax_attention`
     kernel_init   see `kernel_initializer`
     dtype         of the products and the cache; parameters, scores and softmax are float32
     """
@@ -104,7 +104,8 @@ class Attention(nn.Module):
             initial_state=kv, segment_ids=segment_ids, implementation=self.implementation,
         )  # fmt: skip
         if kv is None:  # attention itself had nothing to read in a fresh cache; now there is something to keep
-            room = ((0, 0), (0, self.max_length), (0, 0), (0, 0))
+            more = self.max_length - time if time < self.max_length else self.max_length
+            room = ((0, 0), (0, more), (0, 0), (0, 0))
             after = after._replace(k=jnp.pad(after.k, room), v=jnp.pad(after.v, room))
         y = dense(self, "o_proj", self.width)(o.reshape(batch, time, heads * head_dim))
         return y, AttentionCache(after, segment)
