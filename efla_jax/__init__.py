@@ -1,7 +1,14 @@
 """efla_jax: exact-flow and Fenwick-hierarchical linear attention in JAX and Flax Linen."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what __getattr__ loads, for type checkers and editors
+    from efla_jax import generate as generate
+    from efla_jax import layers as layers
+    from efla_jax import ops as ops
+    from efla_jax.model import LanguageModel as LanguageModel
+    from efla_jax.model import SequenceClassifier as SequenceClassifier
 
 __version__ = "0.1.0"
 

@@ -138,7 +138,7 @@ def make_step(model: nn.Module, optimizer, schedule) -> Callable:
     return step
 
 
-class Journal:
+class MetricLog:
     """Turns step metrics into log rows one step late, and stops a run whose gradients stay non-finite."""
 
     def __init__(self, writer: metrics.Writer, is_text: bool, limit: int, begin: int):
@@ -240,25 +240,25 @@ def loop(config, workdir, model, dataset, iterator, state, step, checkpointer) -
     options, is_text = config["train"], dataset.kind == "text"
     begin, end = int(state.step), options["steps"]
     with metrics.Writer(workdir, start_step=begin + 1, total_steps=end, print_every=options["log_every"]) as writer:
-        journal = Journal(writer, is_text, options["max_skipped"], begin)
+        log = MetricLog(writer, is_text, options["max_skipped"], begin)
 
         def score(at: int) -> dict[str, float]:
-            journal.flush()
+            log.flush()
             scores = evaluate(model, state.params, dataset.eval_batches(HELD_OUT[dataset.kind]))
             if at > begin:  # a finished run that is scored again has this row already
                 writer.write(at, {f"{HELD_OUT[dataset.kind]}_{name}": value for name, value in scores.items()})
-            journal.since = time.perf_counter()
+            log.since = time.perf_counter()
             return scores
 
         for done in range(begin + 1, end + 1):
             batch = next(iterator)
             state, report = step(state, batch)
             if done % options["log_every"] == 0 or done == end or done == begin + 1:
-                journal.note(done, batch["mask"].size if is_text else batch["pixels"].size, report)
+                log.note(done, batch["mask"].size if is_text else batch["pixels"].size, report)
             if options["eval_every"] and done % options["eval_every"] == 0 and done < end:
                 score(done)
             if done == end or (options["save_every"] and done % options["save_every"] == 0):
-                journal.flush()
+                log.flush()
                 checkpointer.save(done, state, iterator.get_state(), {"config": json.loads(json.dumps(config))})
             checkpointer.check_for_errors()
         scores = score(end)
