@@ -2,7 +2,7 @@
 
     python -m experiments.train --config=configs/quickstart.py:efla --workdir=runs/first
 
-About 0.9 M parameters and 0.46 M bytes of training; one to two minutes a mixer on two CPU cores. Any mixer of the
+About 0.9 M parameters and 0.5 M bytes of training; one to two minutes a mixer on two CPU cores. Any mixer of the
 registry can stand behind the colon; efla is the default. A corpus of your own: --config.data.path=FOLDER_OF_TEXTS.
 Held-out scores stand in experiments/results/README.md.
 """
@@ -40,6 +40,6 @@ def get_config(arg: str = ""):
     config.model.scan = True
     config.optim.learning_rate = 3e-3
     config.optim.warmup_steps = 40
-    config.train.steps = 450
+    config.train.steps = 500
     config.train.log_every = 20
     return config

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from configs import quickstart, smnist
-from efla_jax import evaluate, metrics, train
+from efla_jax import data, evaluate, metrics, train
+from efla_jax.model import LanguageModel
 
 STEPS = 6
 
@@ -185,12 +186,23 @@ def test_scores_do_not_depend_on_the_batching(finished):
         evaluate.evaluate(run.model, run.params, empty)
 
 
-def test_a_rigged_model_scores_what_it_should():
-    """Pitfall 91: targets are not shifted twice."""
-    logits = 100.0 * jax.nn.one_hot(jnp.asarray([[2, 3, 4, 0]]), 5)
-    sums = evaluate.weighted_sums(logits, jnp.asarray([[2, 3, 4, 1]]), jnp.asarray([[1.0, 1.0, 1.0, 0.0]]))
-    assert float(sums.loss) == pytest.approx(0.0, abs=1e-6)
-    assert (float(sums.correct), float(sums.weight)) == (3.0, 3.0)
+class Successor(LanguageModel):
+    """Predicts token + 1, surely."""
+
+    def __call__(self, tokens, segment_ids=None, cache=None):
+        return 100.0 * jax.nn.one_hot(tokens + 1, self.vocab_size), cache
+
+
+def test_a_rigged_model_scores_what_it_should(tmp_path):
+    """Pitfall 91: from the corpus to the sums, targets are shifted exactly once."""
+    for first in range(33, 43):
+        (tmp_path / f"{first}.txt").write_text("".join(map(chr, range(first, first + 50))))
+    dataset = data.make(data.DataConfig(path=str(tmp_path), valid_fraction=0.3, window=16, batch_size=2))
+    model = Successor(vocab_size=256, width=8, depth=1, mixer_options={"efla": {"num_heads": 1}})
+    scores = evaluate.evaluate(model, {}, dataset.eval_batches("valid"))
+    documents = dataset.splits.valid.num_documents
+    assert scores["weight"] == 50 * documents  # 49 successors and the end of the document, which breaks the row
+    assert scores["accuracy"] == pytest.approx(49 / 50)
 
 
 def test_weights_of_short_rows_count_once():
