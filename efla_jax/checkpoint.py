@@ -99,13 +99,18 @@ class Checkpointer:
 
         abstract_state: pytree of arrays or ShapeDtypeStructs, e.g. from jax.eval_shape; leaves without a sharding go to
         the default device. Raises FileNotFoundError if there is no such step, and ValueError listing every leaf whose
-        path, shape or dtype differs from the checkpoint: nothing is cast, dropped or invented.
+        path, shape or dtype differs from the checkpoint (nothing is cast, dropped or invented), or naming a step that
+        is damaged.
         """
         step = self._find(step)
         target = jax.tree.map(_abstract, abstract_state)
         self._compare(target, step)
-        read = self._manager.restore(step, args=ocp.args.Composite(
-            state=ocp.args.StandardRestore(target), data=ocp.args.JsonRestore(), metadata=ocp.args.JsonRestore()))
+        try:
+            read = self._manager.restore(step, args=ocp.args.Composite(
+                state=ocp.args.StandardRestore(target), data=ocp.args.JsonRestore(), metadata=ocp.args.JsonRestore()))
+        except (KeyError, ValueError, OSError) as error:
+            raise ValueError(f"step={step} in {self.directory} cannot be read ({error}); if it is damaged, remove that "
+                             "folder and restore an earlier step") from error
         return Restored(read["state"], read["data"]["value"], read["metadata"]["value"])
 
     def check_for_errors(self) -> None:
@@ -140,10 +145,14 @@ class Checkpointer:
         return step
 
     def _compare(self, target: PyTree, step: int) -> None:
-        stored = self._manager.item_metadata(step)["state"]
+        stored, damage = None, "it has no description of its state"
+        try:
+            stored = self._manager.item_metadata(step)["state"]
+        except (KeyError, ValueError) as error:  # of a folder that was emptied, or copied in part
+            damage = str(error)
         if stored is None:
-            raise ValueError(f"step={step} in {self.directory} is damaged: it has no description of its state; "
-                             "restore an earlier step")
+            raise ValueError(f"step={step} in {self.directory} is damaged: {damage}; remove that folder and restore "
+                             "an earlier step")
         saved, wanted = _layout(stored.tree), _layout(ocp.tree.serialize_tree(target, keep_empty_nodes=True))
         absent = "has no such leaf"
         lines = [f"  {path}: checkpoint {saved.get(path, absent)}, run {wanted.get(path, absent)}"

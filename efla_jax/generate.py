@@ -47,7 +47,9 @@ class Sampling(NamedTuple):
 
 def sample(keys: Array, logits: Float[Array, "B vocabulary"], how: Sampling) -> Int[Array, " B"]:
     """One token per row from softmax(logits / temperature) over the `likely` tokens; keys [B], one per row."""
-    logits = logits / how.temperature
+    # The largest is 0, so that a tiny temperature draws it instead of dividing everything to +-inf.
+    logits = logits - jnp.max(logits, axis=-1, keepdims=True)
+    logits = logits / jnp.maximum(how.temperature, jnp.finfo(jnp.float32).tiny)
     logits = jnp.where(likely(logits, how.top_k, how.top_p), logits, -jnp.inf)
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 

@@ -144,12 +144,12 @@ def _drop_rows(folder: Path, start_step: int) -> None:
         return
     kept: list[str] = []
     dropped: list[str] = []
-    for line in file.read_text(encoding="utf-8").splitlines():
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            step = json.loads(line)["step"]
+            belongs = kept if json.loads(line)["step"] < start_step else dropped
         except (ValueError, KeyError, TypeError):  # a line torn by a killed process
             continue
-        (kept if step < start_step else dropped).append(line + "\n")
+        belongs.append(line + "\n")
     if dropped:
         with open(folder / DROPPED_NAME, "a", encoding="utf-8") as stream:
             stream.writelines(dropped)
@@ -163,8 +163,9 @@ def read_rows(path: str | Path) -> list[dict[str, int | float]]:
     file = Path(path) / FILE_NAME if Path(path).is_dir() else Path(path)
     if not file.exists():
         raise ValueError(f"path={str(path)!r} has no {FILE_NAME}; give a run's workdir")
+    text = file.read_text(encoding="utf-8", errors="replace")
     rows = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(text.splitlines(), start=1):
         try:
             rows.append({name: math.nan if value is None else value for name, value in json.loads(line).items()})
         except (ValueError, AttributeError) as error:

@@ -177,7 +177,8 @@ class LanguageModel(nn.Module):
         """tokens [B, T] -> logits [B, T, vocab_size] float32 of each next token, and the cache after each row's last.
 
         The same call trains, reads a prompt and takes one token; cache None is a fresh one. Padding (segment id 0) gets
-        logits without meaning: give it no weight. Raises ValueError for tokens that are not integers [B, T]."""
+        logits without meaning: give it no weight. A token id that is negative or beyond the vocabulary makes its row
+        NaN. Raises ValueError for tokens that are not integers [B, T]."""
         x, cache = self.features(tokens, segment_ids, cache)
         return self.logits(x), cache
 
@@ -186,7 +187,10 @@ class LanguageModel(nn.Module):
         if not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.ndim != 2:
             raise ValueError(f"tokens: {tokens.dtype}{list(tokens.shape)} is not an integer [B, T]; pass token ids.")
         check_segment_ids(segment_ids, *tokens.shape)
-        if segment_ids is not None:  # an id beyond the vocabulary embeds as NaN, which zero cotangents do not stop
+        # An id beyond the vocabulary embeds as NaN; a negative one would count from its end.
+        tokens = jnp.asarray(tokens, jnp.int32)
+        tokens = jnp.where(tokens < 0, self.vocab_size, tokens)
+        if segment_ids is not None:  # zero cotangents would not stop a NaN at padding
             tokens = jnp.where(segment_ids != 0, tokens, 0)
         x = self.drop(self.embed(tokens), deterministic=not self.has_rng("dropout"))
         x, cache = self.groups(x, segment_ids, cache)
@@ -226,7 +230,9 @@ class SequenceClassifier(nn.Module):
     ) -> Float[Array, "B classes"]:
         """x [B, T, channels] -> logits [B, num_classes] float32; segment_ids marks padding by 0, one sequence per row.
 
-        Raises ValueError when T exceeds max_length."""
+        Raises ValueError when T is 0 or exceeds max_length."""
+        if x.ndim != 3 or x.shape[1] < 1:
+            raise ValueError(f"x: shape {x.shape} is not [B, T, channels] with at least one token.")
         batch, time, _ = x.shape
         if time > self.max_length:
             raise ValueError(f"x: {time} tokens, but max_length={self.max_length} positions are learned; raise it.")
@@ -235,7 +241,8 @@ class SequenceClassifier(nn.Module):
             x = mask_padding(segment_ids != 0, x)
         uniform = kernel_initializer("uniform", self.init_std)
         x = nn.Dense(self.width, use_bias=False, kernel_init=uniform, dtype=self.dtype, name="front")(x)
-        table = self.param("position", nn.initializers.normal(self.init_std), (self.max_length, self.width))
+        normal, places = nn.initializers.normal(self.init_std), (self.max_length, self.width)
+        table = self.param("position", normal, places, jnp.float32)
         x = nn.gelu(x + table.astype(self.dtype)[positions(batch, time, segment_ids)], approximate=False)
         for i, name in enumerate(self.mixers):
             x, _ = MIXERS[name](**mixer_fields(self, name), name=f"mixer_{i}")(x, segment_ids)

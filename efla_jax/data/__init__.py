@@ -52,6 +52,8 @@ def make(config: DataConfig) -> "TextDataset | ImageDataset":
     """Reads the data and checks that it can fill one batch. Raises ValueError naming the field at fault."""
     if config.kind not in KINDS:
         raise ValueError(f"kind={config.kind!r} must be one of {', '.join(KINDS)}")
+    if config.seed < 0:
+        raise ValueError(f"seed={config.seed} must be >= 0")
     if config.eval_batch_size < 0:
         raise ValueError(f"eval_batch_size={config.eval_batch_size} must be >= 0; 0 means batch_size")
     return TextDataset(config) if config.kind == "text" else ImageDataset(config)

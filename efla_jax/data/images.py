@@ -64,8 +64,11 @@ def _digits() -> dict[str, ImageSplit]:
 
 
 def _split(source: str, images: np.ndarray, labels: np.ndarray) -> ImageSplit:
-    if len(images) == 0 or len(images) != len(labels) or labels.ndim != 1:
-        raise ValueError(f"{source}: {len(images)} images, labels of shape {labels.shape}; need as many of each, >= 1")
+    if images.size == 0 or labels.shape != images.shape[:1]:
+        raise ValueError(f"{source}: images of shape {images.shape}, labels of shape {labels.shape}; need as many of "
+                         "each, >= 1")
+    if not np.issubdtype(labels.dtype, np.integer) or labels.min() < 0:
+        raise ValueError(f"{source}: labels of dtype {labels.dtype}, which must be integers >= 0")
     pixels = images.reshape(len(images), -1, 1).astype(np.float32)
     if images.dtype == np.uint8:
         pixels /= 255

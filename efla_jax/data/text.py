@@ -69,7 +69,8 @@ class TextSplits:
 
 def in_valid_split(name: str, valid_fraction: float) -> bool:
     """Whether a document is held out: SHA-256 of its name, read as a number in [0, 1), is below valid_fraction."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") < valid_fraction * 2**64
+    spelt = name.encode(errors="surrogateescape")  # a file's name need not be UTF-8
+    return int.from_bytes(hashlib.sha256(spelt).digest()[:8], "big") < valid_fraction * 2**64
 
 
 def build_corpus(documents: Iterable[Document]) -> Corpus:
@@ -194,7 +195,7 @@ def _jsonl_documents(file: Path, name: str, content: bytes) -> Iterator[Document
             continue
         try:
             text = json.loads(line)["text"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"file {str(file)!r}, line {number}: expected a JSON object with a field 'text' "
                              f"({type(error).__name__}: {error}); repair or remove the line") from error
         if not isinstance(text, str):

@@ -69,7 +69,9 @@ def training_batches(windows: TokenWindows, batch_size: int, seed: int) -> grain
     if not 1 <= batch_size <= len(windows):
         raise ValueError(f"batch_size={batch_size} must lie between 1 and the {len(windows)} windows of the train "
                          "split; use a smaller batch, a shorter window or more text")
-    return grain.MapDataset.source(windows).seed(seed).shuffle().repeat().batch(batch_size)
+    # Without a number of epochs grain's length is the largest index, which batches of one would round up beyond it.
+    epochs = (1 << 62) // len(windows)
+    return grain.MapDataset.source(windows).seed(seed).shuffle().repeat(epochs).batch(batch_size)
 
 
 def evaluation_batches(windows: TokenWindows, batch_size: int) -> Iterator[Batch]:

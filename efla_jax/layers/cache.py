@@ -48,6 +48,7 @@ def continues(
         return jnp.ones(segment.shape, bool), segment
     if segment_ids is None:
         return jnp.ones(segment.shape, bool), jnp.where(segment == 0, 1, segment)
+    segment_ids = jnp.asarray(segment_ids)  # an array of numpy could not be indexed by traced ones
     real = segment_ids != 0
     found = jnp.any(real, axis=1)
     rows = jnp.arange(segment_ids.shape[0])

@@ -1,6 +1,7 @@
 """The depthwise causal convolution in front of a recurrence, with its weights."""
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
 
@@ -20,7 +21,7 @@ class CausalConv(nn.Module):
     def __call__(self, x: jax.Array, segment_ids: SegmentIds | None, state: jax.Array) -> tuple[jax.Array, jax.Array]:
         """x [B, T, D], state [B, W-1, D] -> y [B, T, D] in `dtype` and the next state."""
         channels = x.shape[-1]
-        weight = self.param("weight", kernel_initializer("uniform", 0.0), (self.taps, channels))
-        bias = self.param("bias", nn.initializers.zeros, (channels,)) if self.use_bias else None
+        weight = self.param("weight", kernel_initializer("uniform", 0.0), (self.taps, channels), jnp.float32)
+        bias = self.param("bias", nn.initializers.zeros, (channels,), jnp.float32) if self.use_bias else None
         x = x.astype(self.dtype)
         return causal_conv(x, weight, bias, initial_state=state, segment_ids=segment_ids)

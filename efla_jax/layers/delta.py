@@ -1,6 +1,7 @@
 """The block around the delta rule that its mixers share; each adds how key, value and beta become a step."""
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
 
@@ -114,7 +115,8 @@ class DeltaMixer(nn.Module):
         logits = gate(self, "b_proj")(x)
         if self.beta_bias is None:
             return logits
-        return logits + self.param("b_bias", nn.initializers.constant(self.beta_bias), (self.num_heads,))
+        start = nn.initializers.constant(self.beta_bias)
+        return logits + self.param("b_bias", start, (self.num_heads,), jnp.float32)
 
     def beta(self, x: jax.Array) -> jax.Array:
         """Write strength, or integration time, [B, T, H] float32, >= 0."""

@@ -95,7 +95,7 @@ class Mamba2(nn.Module):
             initial_state=state, segment_ids=segment_ids,
             chunk_size=self.chunk_size, implementation=self.implementation,
         )  # fmt: skip
-        o = o.astype(jnp.float32) + self.param("D", nn.initializers.ones, (heads,))[:, None] * wide
+        o = o.astype(jnp.float32) + self.param("D", nn.initializers.ones, (heads,), jnp.float32)[:, None] * wide
         o = o.reshape(*lead, inner) * nn.silu(z.astype(jnp.float32))
         o = nn.RMSNorm(epsilon=self.norm_eps, dtype=jnp.float32, name="norm")(o)
         return dense(self, "out_proj", self.width)(o.astype(self.dtype)), RecurrentCache(inputs, state, segment)

@@ -94,7 +94,8 @@ def softmax_attention(
         slot = positions(batch, time, segment_ids, initial_state.length)
         check_capacity(initial_state, slot, document)
         state = extended(initial_state, k, v, document, slot)
-        o = jnp.where((slot < initial_state.k.shape[1])[..., None, None], o, jnp.asarray(jnp.nan, o.dtype))
+        nan = np.asarray(np.nan, o.dtype)  # of numpy: jax_debug_nans would stop at an array of jax, used or not
+        o = jnp.where((slot < initial_state.k.shape[1])[..., None, None], o, nan)
     return o if document is None else mask_padding(real, o), state
 
 
@@ -125,7 +126,7 @@ def check_arguments(q, k, v, cache, segment_ids) -> None:
 def check_capacity(cache: KVCache, slot: jax.Array, document: jax.Array | None) -> None:
     """Raise ValueError where a real token finds no slot; says nothing while traced, when lengths are not known."""
     capacity = cache.k.shape[1]
-    longest = jnp.max(slot if document is None else jnp.where(document < 0, -1, slot)) + 1
+    longest = jnp.max(slot if document is None else jnp.where(document < 0, -1, slot), initial=-1) + 1
     if not isinstance(longest, jax.core.Tracer) and longest > capacity:
         raise ValueError(
             f"initial_state: capacity {capacity}, but with this call a document grows to {longest} tokens (lengths"

@@ -295,7 +295,7 @@ solve.defvjp(_forward, _backward)
 def chunked(x: Recurrence, chunk_size: int) -> tuple[jax.Array, jax.Array]:
     """Outputs [B, T, H, V] in the dtype of u and the final state [B, H, K, V] float32."""
     time = x.k.shape[1]
-    if time == 0:
+    if x.u.size == 0:  # no token, no row or no channel to write
         return x.u, x.initial_state
     size = min(chunk_size, next((c for c in CHUNK_SIZES if c >= time), chunk_size))
     return solve(x.q, x.k, x.u, x.erase, x.log_decay, x.initial_state, x.starts, size)
