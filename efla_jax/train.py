@@ -278,6 +278,8 @@ def fit(config: ConfigDict | Mapping, workdir: str | pathlib.Path, *, resume: bo
         if name not in config:
             raise ValueError(f"config.{name}: this section is missing.{nearest(name, config)}")
     workdir = pathlib.Path(workdir)
+    if workdir.is_file():
+        raise ValueError(f"workdir: {workdir} is a file; name a folder, which may not exist yet.")
     options = config["train"]
     check_train(options)
     dataset = build_dataset(config)

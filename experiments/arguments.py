@@ -42,7 +42,7 @@ def check(argv: list[str], required: tuple[str, ...] = ("config", "workdir")) ->
     if len(argv) > 1:
         stop(f"stray argument {argv[1]!r}: write --name=value, and --config.flag=false for a false boolean.")
     for name in required:
-        if flags.FLAGS[name].value is None:
+        if flags.FLAGS[name].value in (None, ""):
             stop(f"--{name} is missing; see the head of {argv[0]} for a whole command.")
     if "config" in required and not isinstance(flags.FLAGS.config, ConfigDict):
         file = config_flags.get_config_filename(flags.FLAGS["config"])
@@ -57,7 +57,7 @@ def run(main: Callable[[list[str]], None]) -> None:
             logging.set_verbosity(logging.WARNING)
         try:
             main(argv)
-        except (ValueError, FloatingPointError, FileNotFoundError, ImportError) as error:
+        except (ValueError, FloatingPointError, OSError, ImportError) as error:
             if flags.FLAGS.traceback:
                 raise
             print(f"error: {error}\n(--traceback shows where)", file=sys.stderr)

@@ -130,14 +130,14 @@ def save(rows: list[dict], out: pathlib.Path) -> None:
 def draw(rows: list[dict], title: str, path: pathlib.Path) -> None:
     """Time and memory of forward + backward over the length, all axes logarithmic."""
     both = [r for r in rows if r["measured"] == PASSES[True]]
-    panels = []
+    panels, heading = [], title.replace(": ", "\n", 1)
     for column, label in (("ms", "ms, forward + backward"), ("memory_mib", "temporaries, MiB")):
         lines = {}
         for name in dict.fromkeys(r["implementation"] for r in both):
             points = [(r["T"], r[column]) for r in both if r["implementation"] == name and math.isfinite(r[column])]
             if points:
                 lines[name] = tuple(zip(*points, strict=True))
-        panels.append(metrics.Panel(lines, "tokens T", label, title if not panels else "", logarithmic=True))
+        panels.append(metrics.Panel(lines, "tokens T", label, heading if not panels else "", logarithmic=True))
     metrics.plot_lines(panels, path)
 
 

@@ -35,6 +35,8 @@ REFUSED = {
         "config.optim.learning_rate: inf is not",
     ),
     "no workdir": (list(TRAIN), "--workdir is missing"),
+    "empty workdir": ([*TRAIN, "--workdir="], "--workdir is missing"),
+    "workdir is a file": ([*TRAIN, "--workdir=setup.py"], "workdir: setup.py is a file"),
     "no such file": (["experiments.train", "--config=configs/none.py", "--workdir=x"], "configs/none.py"),
     "no such mixer": (
         ["experiments.train", "--config=configs/quickstart.py:elfa", "--workdir=x"],

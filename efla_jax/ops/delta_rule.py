@@ -36,7 +36,8 @@ def delta_rule(
     (used in float32; None is no decay). Value head h reads key head h // (H // G). No hidden scale: scale q yourself.
     initial_state `[B, H, K, V]` belongs to the document of the row's first real token; segment_ids `[B, T]`: 0 is
     padding, a new id begins a document with an empty state. Returns o `[B, T, H, V]` in the dtype of u and the float32
-    state after each row's last real token. Any T >= 0; differentiable in every floating argument.
+    state after each row's last real token. Any T >= 0; differentiable in every floating argument
+    in reverse mode ("chunked" has no forward mode, the others do). With "chunked" a NaN spoils its whole chunk too.
 
     implementation: "recurrent" (the definition), "associative", "chunked" (XLA), "pallas" (GPU kernel), "auto".
     chunk_size: 16, 32, 64 or 128 tokens solved at once by "chunked". Raises ValueError for input that does not fit,
