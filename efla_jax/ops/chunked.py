@@ -150,7 +150,7 @@ def chunks(q, k, u, erase, log_decay, starts, size: int) -> Chunks:
 
 
 def steps_together() -> int:
-    """Chunks per turn of the scan: on a GPU with few rows the turns are bound by launches (8: a third faster at B=1)."""
+    """Chunks per turn of the scan: on a GPU with few rows the turns are bound by launches (8: a third faster, B=1)."""
     return 8 if on_gpu() else 1
 
 
