@@ -296,11 +296,13 @@ def delta_block(p, x, name, heads=2):
 
 
 def mamba_block(p, x, heads=2, state_dim=8):
+    """The fused form that published checkpoints hold: one projection and one convolution."""
     inner = 2 * WIDTH
-    z, mixed = np.split(x @ p["in_proj"]["kernel"], [inner], axis=-1)
-    mixed = convolved(mixed, p["conv"]["weight"], p["conv"]["bias"])
-    values, b, c = np.split(mixed, [inner, inner + state_dim], axis=-1)
-    dt = softplus(x @ p["dt_proj"]["kernel"] + p["dt_bias"])
+    in_proj = np.concatenate([p[f"{name}_proj"]["kernel"] for name in ("z", "x", "B", "C", "dt")], axis=1)
+    conv, bias = (np.concatenate([p[f"{name}_conv"][leaf] for name in "xBC"], axis=-1) for leaf in ("weight", "bias"))
+    z, mixed, dt = np.split(x @ in_proj, [inner, 2 * inner + 2 * state_dim], axis=-1)
+    values, b, c = np.split(convolved(mixed, conv, bias), [inner, inner + state_dim], axis=-1)
+    dt = softplus(dt + p["dt_bias"])
     rows = []
     for h, v in enumerate(np.split(values, heads, axis=-1)):
         state, out = np.zeros((state_dim, v.shape[1])), []

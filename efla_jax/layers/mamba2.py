@@ -6,10 +6,9 @@ from flax import linen as nn
 from jax.typing import DTypeLike
 
 from efla_jax.layers.cache import RecurrentCache, begin, fresh_cache
-from efla_jax.layers.conv import CausalConv
 from efla_jax.layers.decay import decay
-from efla_jax.layers.fields import check_dtype, check_least, head_width
-from efla_jax.layers.projections import dense, gate
+from efla_jax.layers.fields import check_choice, check_dtype, check_least, head_width
+from efla_jax.layers.projections import ACTIVATIONS, dense, gate, heads
 from efla_jax.layers.reading import Reading
 from efla_jax.ops import linear_attention
 from efla_jax.shapes import SegmentIds, check_chunk_size, check_heads
@@ -22,11 +21,12 @@ class Mamba2(nn.Module):
     head_dim      V
     state_dim     K, the length of B and C
     num_groups    G pairs (B, C), must divide num_heads
-    conv_width    taps of the convolution over x, B and C together; 0: none
+    conv_width    taps of the convolutions over x, B and C; 0: none
     kernel_init, gate_init    see `kernel_initializer`; the gate is the projection to dt
     dtype         of the products; parameters, gates and state are float32
 
-    Checkpoints with one in_proj for z, x B C and dt: its last H columns are dt_proj here, summed in float32.
+    z, x, B, C and dt have a projection each, and x, B, C a convolution each, so that heads can be split over devices.
+    In checkpoints with one in_proj their columns are [z | x | B | C | dt], and a conv1d's channels are [x | B | C].
     """
 
     width: int
@@ -37,6 +37,7 @@ class Mamba2(nn.Module):
     expand: float = 2.0
     conv_width: int = 4
     conv_bias: bool = True
+    activation: str = "silu"
     kernel_init: str = "lecun"
     gate_init: str = "uniform"
     init_std: float = 0.02
@@ -47,6 +48,7 @@ class Mamba2(nn.Module):
 
     def __post_init__(self):
         self.sizes()
+        check_choice("activation", self.activation, ACTIVATIONS)
         check_chunk_size(self.chunk_size)
         check_least("state_dim", self.state_dim, 1)
         check_least("conv_width", self.conv_width, 0)
@@ -64,7 +66,7 @@ class Mamba2(nn.Module):
     def init_cache(self, batch_size: int) -> RecurrentCache:
         """The cache of `batch_size` rows that have seen nothing."""
         groups, heads, key_dim, value_dim = self.sizes()
-        channels = (heads * value_dim + 2 * groups * key_dim,)
+        channels = heads * value_dim, groups * key_dim, groups * key_dim
         return fresh_cache(batch_size, self.conv_width, channels, (heads, key_dim, value_dim), self.dtype)
 
     @nn.compact
@@ -72,18 +74,12 @@ class Mamba2(nn.Module):
         self, x: jax.Array, segment_ids: SegmentIds | None = None, cache: RecurrentCache | None = None
     ) -> tuple[jax.Array, RecurrentCache]:
         """x [B, T, width] -> y [B, T, width] in `dtype` and the cache after each row's last real token; any T >= 0."""
-        groups, heads, key_dim, value_dim = self.sizes()
-        inner, keys = heads * value_dim, groups * key_dim
-        lead = x.shape[:2]
+        groups, num_heads, key_dim, value_dim = self.sizes()
+        inner = num_heads * value_dim
         x, inputs, state, segment = begin(self, x, segment_ids, cache)
-        z, mixed = jnp.split(dense(self, "in_proj", 2 * inner + 2 * keys)(x), (inner,), axis=-1)
-        if self.conv_width:
-            conv = CausalConv(self.conv_width, use_bias=self.conv_bias, dtype=self.dtype, name="conv")
-            mixed, after = conv(mixed, segment_ids, *inputs)
-            inputs = (after,)
-        values, b, c = jnp.split(nn.silu(mixed), (inner, inner + keys), axis=-1)
-        values = values.reshape(*lead, heads, value_dim)
-        b, c = b.reshape(*lead, groups, key_dim), c.reshape(*lead, groups, key_dim)
+        values, x_inputs = heads(self, "x", x, (num_heads, value_dim), segment_ids, inputs[0:1], self.conv_bias)
+        b, b_inputs = heads(self, "B", x, (groups, key_dim), segment_ids, inputs[1:2], self.conv_bias)
+        c, c_inputs = heads(self, "C", x, (groups, key_dim), segment_ids, inputs[2:3], self.conv_bias)
         dt, log_decay = decay(self, gate(self, "dt_proj")(x), slowest=1.0)
         Reading(name="step")(dt, segment_ids)
         Reading(name="decay")(jnp.exp(log_decay), segment_ids)
@@ -95,7 +91,9 @@ class Mamba2(nn.Module):
             initial_state=state, segment_ids=segment_ids,
             chunk_size=self.chunk_size, implementation=self.implementation,
         )  # fmt: skip
-        o = o.astype(jnp.float32) + self.param("D", nn.initializers.ones, (heads,), jnp.float32)[:, None] * wide
-        o = o.reshape(*lead, inner) * nn.silu(z.astype(jnp.float32))
+        o = o.astype(jnp.float32) + self.param("D", nn.initializers.ones, (num_heads,), jnp.float32)[:, None] * wide
+        z = dense(self, "z_proj", inner)(x).astype(jnp.float32)
+        o = o.reshape(z.shape) * nn.silu(z)
         o = nn.RMSNorm(epsilon=self.norm_eps, dtype=jnp.float32, name="norm")(o)
-        return dense(self, "out_proj", self.width)(o.astype(self.dtype)), RecurrentCache(inputs, state, segment)
+        y = dense(self, "out_proj", self.width)(o.astype(self.dtype))
+        return y, RecurrentCache(x_inputs + b_inputs + c_inputs, state, segment)

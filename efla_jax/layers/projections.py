@@ -33,13 +33,14 @@ def gate(mixer, name: str) -> nn.Dense:
     )
 
 
-def heads(mixer, name, x, shape, segment_ids, inputs) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def heads(mixer, name, x, shape, segment_ids, inputs, conv_bias=False) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Projection, convolution and activation of x [B, T, D], as [B, T, *shape], and the convolution's next inputs.
 
     `inputs` and the next inputs are one array [B, W-1, C] in a tuple, empty when the mixer has no convolution."""
     y = dense(mixer, f"{name}_proj", shape[0] * shape[1])(x)
     if mixer.conv_width:
-        y, after = CausalConv(mixer.conv_width, dtype=mixer.dtype, name=f"{name}_conv")(y, segment_ids, *inputs)
+        conv = CausalConv(mixer.conv_width, conv_bias, mixer.dtype, name=f"{name}_conv")
+        y, after = conv(y, segment_ids, *inputs)
         inputs = (after,)
     return ACTIVATIONS[mixer.activation](y).reshape(*y.shape[:2], *shape), inputs
 
