@@ -6,9 +6,10 @@ from ml_collections import ConfigDict
 
 
 def base() -> ConfigDict:
-    """data, model, optim and train; see DataConfig, LanguageModel, make_optimizer and train.fit for the fields."""
+    """mesh, data, model, optim and train; see sharding.make_mesh, DataConfig, LanguageModel, make_optimizer, train.fit."""
     config = ConfigDict()
     config.seed = 0
+    config.mesh = ConfigDict(dict(data=-1, fsdp=1, tensor=1, context=1))  # -1: the devices that the others leave
     config.data = ConfigDict(dict(kind="text", path="", batch_size=16, eval_batch_size=0, worker_count=0))
     config.model = ConfigDict(dict(width=128, mixers=("efla",), mixer_options=ConfigDict(), dtype="float32"))
     config.optim = ConfigDict(
@@ -28,12 +29,23 @@ def base() -> ConfigDict:
     config.train = ConfigDict(
         dict(
             steps=100,
+            accumulate=1,  # microbatches of a step
+            loss_chunk=0,  # tokens of time whose logits exist at once; 0: by size
+            z_loss=0.0,
             matmul_precision="tensorfloat32",
             log_every=10,
+            signals_every=0,  # how stiff and how forgetful the mixers are
             eval_every=0,
+            eval_batches=0,  # 0: all of them
             save_every=0,
-            keep=2,
-            max_skipped=10,
+            keep=2,  # newest checkpoints
+            keep_period=0,  # and every multiple of it
+            keep_best="",  # and the best by this held-out score, e.g. loss
+            max_skipped=10,  # steps without a finite gradient, in a row, until the run stops
+            profile_start=0,  # first step of a profiler trace; 0: none
+            profile_steps=3,
+            peak_tflops=0.0,  # of one device, for MFU; 0: what is known about it
+            wandb_project="",
         )
     )
     return config

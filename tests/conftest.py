@@ -9,3 +9,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Most of the suite's time is compilation; programs above 0.3 s are kept for the next run and for the other worker.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).resolve().parent.parent / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+
+import jax  # noqa: E402
+
+# Eight simulated devices, for meshes. Not through the environment: programs that the tests start have one, as users do.
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    jax.config.update("jax_num_cpu_devices", 8)

@@ -13,27 +13,30 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("efla_jax", "kernels", "experiments", "configs", "tests")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
-LEAVES = {"data", "sharding", "optim", "checkpoint", "metrics"}
+LEAVES = {"data", "sharding", "optim", "losses", "checkpoint", "metrics"}
 MODEL_SIDE = {"shapes", "ops", "layers", "model"}
 # Beside its own room: kernels -> ops -> layers -> model -> generate, evaluate, train -> experiments.
 # "index" is the package's own __init__: inside the package a name is imported from the room it lives in.
 MAY_IMPORT = {
     "shapes": set(),
+    "sharding": {"shapes"},
     "kernels": {"shapes"},
-    "ops": {"shapes", "kernels"},
+    "ops": {"shapes", "kernels", "sharding"},  # an operator runs on the shards of the mesh that stands around it
     "layers": {"shapes", "ops", "sharding"},
     "model": {"shapes", "ops", "layers", "sharding"},
+    "flops": {"shapes", "ops", "layers", "model"},
     "data": set(),
-    "sharding": {"shapes"},
-    "optim": {"shapes"},
+    "optim": {"shapes", "sharding"},
+    "losses": {"shapes", "sharding"},
     "checkpoint": {"shapes"},
     "metrics": {"shapes"},
     "generate": MODEL_SIDE | LEAVES,
     "evaluate": MODEL_SIDE | LEAVES | {"generate"},
-    "train": MODEL_SIDE | LEAVES | {"generate", "evaluate"},
+    "train": MODEL_SIDE | LEAVES | {"generate", "evaluate", "flops"},
     "selfcheck": {"shapes", "ops"},
-    "index": MODEL_SIDE | LEAVES | {"generate", "evaluate", "train", "selfcheck"},
-    "experiments": {"index", "shapes", "model", "generate", "evaluate", "train", "selfcheck", "configs"} | LEAVES,
+    "index": MODEL_SIDE | LEAVES | {"generate", "evaluate", "flops", "train", "selfcheck"},
+    "experiments": {"index", "shapes", "model", "flops", "generate", "evaluate", "train", "selfcheck", "configs"}
+    | LEAVES,
     "configs": set(),
 }
 BENCHMARK_MAY_ALSO_IMPORT = {"ops"}
