@@ -11,9 +11,10 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from efla_jax.layers import MIXERS, Reading
+from efla_jax.layers import MIXERS, Reading, Spread, signals
 from efla_jax.layers.cache import RecurrentCache, carry_on, continues
 from efla_jax.layers.initializers import softplus_inverse
+from efla_jax.model import LanguageModel
 from tests.oracle import relative_rms
 
 WIDTH, BATCH, TIME, ROOM = 16, 2, 21, 48
@@ -416,19 +417,89 @@ def readings(mixer, params, x, ids=None):
     return {name: value["__call__"][0] for name, value in state["intermediates"].items()}
 
 
-def test_readings_are_means_over_real_tokens_with_gradients():
+def test_readings_are_of_real_tokens_with_gradients():
     mixer, params, x = make("efla", beta_bias=0.5), parameters("efla", beta_bias=0.5), inputs()
     told = readings(mixer, params, x, jnp.asarray(IDS))
-    assert set(told) == {"key_norm", "stiffness", "erase"} and all(v.shape == (2,) for v in told.values())
-    assert np.all(told["erase"] > 0) and np.all(told["erase"] < 1)
+    assert set(told) == {"key_norm", "stiffness", "erase"}
+    assert all(value.shape == (2,) for spread in told.values() for value in spread)
+    assert np.all(told["erase"].low > 0) and np.all(told["erase"].largest < 1)
     padded = jnp.concatenate([x[:1, :5], 100 * x[:1, 5:9]], axis=1), jnp.asarray([[1] * 5 + [0] * 4], jnp.int32)
     for name in ("efla", "gated_delta_net", "mamba2"):
         alone = readings(make(name), parameters(name), x[:1, :5])
         tree_close(readings(make(name), parameters(name), *padded), alone)
-    gradient = jax.grad(lambda p: jnp.sum(readings(mixer, p, x)["stiffness"]))(params)["params"]
+    gradient = jax.grad(lambda p: jnp.sum(readings(mixer, p, x)["stiffness"].mean))(params)["params"]
     assert np.any(gradient["k_proj"]["kernel"]) and np.any(gradient["b_bias"])
     assert not np.any(gradient["q_proj"]["kernel"])
     assert set(readings(make("gated_efla"), parameters("gated_efla"), x)) == {"key_norm", "stiffness", "erase", "decay"}
+
+
+def spread_of(quantity, ids=None):
+    """The Spread of quantity [B, T, H] in numpy."""
+    real = np.ones(quantity.shape[:2], bool) if ids is None else ids != 0
+    rows = np.asarray(quantity, np.float64)[real]
+    return Spread(rows.mean(0), *np.quantile(rows, (0.05, 0.5, 0.95), axis=0), rows.max(0))
+
+
+def test_a_reading_is_the_spread_over_real_tokens():
+    read = jax.jit(Reading().apply)
+    quantity = np.random.default_rng(8).lognormal(size=(BATCH, TIME, 3)).astype(np.float32)
+    for ids in (None, IDS, np.where(IDS == 5, 5, 0)):
+        garbage = quantity if ids is None else np.where(ids[..., None] != 0, quantity, np.nan)
+        np.testing.assert_allclose(np.stack(read({}, garbage, ids)), np.stack(spread_of(quantity, ids)), rtol=1e-5)
+    assert not np.any(np.stack(read({}, quantity, np.zeros_like(IDS))))
+    assert not np.any(np.stack(read({}, quantity[:, :0], None)))
+
+
+def test_quantiles_of_many_tokens_are_those_of_every_odd_th():
+    """2 * 6000 tokens are three times what quantiles are taken from. Even and odd tokens differ, as keys and values of
+    a recall task would: an even stride would see one kind only. The largest value stands where no sample is."""
+    quantity = np.random.default_rng(9).uniform(size=(2, 6000, 1)).astype(np.float32)
+    quantity[:, ::2] += 10
+    quantity[0, 1] = 30
+    told, truth = jax.jit(Reading().apply)({}, quantity, None), spread_of(quantity)
+    assert told.largest == 30
+    np.testing.assert_allclose(told.mean, truth.mean, rtol=1e-5)
+    np.testing.assert_allclose(np.stack(told), np.stack(truth._replace(median=told.median)), atol=0.05)
+    assert 0.9 < told.median < 10.1
+
+
+def test_a_reading_costs_nothing_unless_captured_and_is_one_over_all_devices():
+    """A training step through scan and remat has no sort in it, and the captured numbers do not depend on a mesh."""
+    options = {"mixer_options": {"efla": {"num_heads": 2}}, "remat": "full", "mlp": "none"}
+    model, tokens = LanguageModel(31, WIDTH, 2, **options), jnp.arange(8 * TIME).reshape(8, TIME) % 31
+    params = jax.jit(model.init)(jax.random.key(0), tokens)
+
+    def loss(params, tokens, capture):
+        wanted = (lambda module, _: isinstance(module, Reading)) if capture else False
+        (logits, _), state = model.apply(params, tokens, capture_intermediates=wanted, mutable="intermediates")
+        return jnp.mean(logits[..., 0]), signals(state.get("intermediates", {}))
+
+    step = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=2)
+    assert "sort(" not in step.lower(params, tokens, False).compile().as_text()
+    (_, told), _ = step(params, tokens, True)
+    statistics = ("mean", "p05", "p50", "p95", "max")
+    assert set(told) == {f"{name}_{value}" for name in ("key_norm", "stiffness", "erase") for value in statistics}
+    assert "sort(" in step.lower(params, tokens, True).compile().as_text()
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread_out = jax.device_put(tokens, jax.NamedSharding(mesh, jax.P("data")))
+    (_, on_mesh), _ = step(jax.device_put(params, jax.NamedSharding(mesh, jax.P())), spread_out, True)
+    tree_close(on_mesh, told)
+
+
+def test_signals_are_means_over_layers_and_heads_and_the_largest_of_all():
+    """Two layers stacked, one mixer alone beside them with more heads; what is no Spread is passed over."""
+    stacked = Spread(*(jnp.asarray([[1.0, 2.0], [3.0, 4.0]]) + i for i in range(5)))
+    single = Spread(*(jnp.asarray([2.0, 4.0, 9.0]) + 10 * i for i in range(5)))
+    captured = {
+        "groups": {"block_0": {"mixer": {"erase": {"__call__": (stacked,)}, "__call__": (jnp.ones(3),)}}},
+        "mixer_0": {"erase": {"__call__": (single,)}, "step": {"__call__": (single,)}},
+    }
+    told = {name: float(value) for name, value in signals(captured).items()}
+    erase = {"mean": 25 / 7, "p05": 25 / 7 + 34 / 7, "p50": 25 / 7 + 68 / 7, "p95": 25 / 7 + 102 / 7, "max": 49}
+    step = {"mean": 5, "p05": 15, "p50": 25, "p95": 35, "max": 49}
+    expected = {f"erase_{k}": v for k, v in erase.items()} | {f"step_{k}": v for k, v in step.items()}
+    assert told == pytest.approx(expected)
+    assert signals({}) == {}
 
 
 @pytest.mark.parametrize("name", ["delta_net", "gated_delta_net"])

@@ -9,6 +9,8 @@ from efla_jax.layers.gated_delta_net import GatedDeltaNet as GatedDeltaNet
 from efla_jax.layers.gated_efla import GatedEFLA as GatedEFLA
 from efla_jax.layers.mamba2 import Mamba2 as Mamba2
 from efla_jax.layers.reading import Reading as Reading
+from efla_jax.layers.reading import Spread as Spread
+from efla_jax.layers.reading import signals as signals
 
 MIXERS = {
     "attention": Attention,
