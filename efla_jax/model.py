@@ -19,6 +19,7 @@ from efla_jax.layers.initializers import kernel_initializer
 from efla_jax.layers.projections import float32_sums
 from efla_jax.ops.segments import mask_padding, positions
 from efla_jax.shapes import SegmentIds, check_segment_ids
+from efla_jax.sharding import constrain
 
 MIXER_INHERITS = ("width", "norm_eps", "kernel_init", "init_std", "dtype")
 POLICIES = {
@@ -192,7 +193,10 @@ class LanguageModel(nn.Module):
         tokens = jnp.where(tokens < 0, self.vocab_size, tokens)
         if segment_ids is not None:  # zero cotangents would not stop a NaN at padding
             tokens = jnp.where(segment_ids != 0, tokens, 0)
-        x = self.drop(self.embed(tokens), deterministic=not self.has_rng("dropout"))
+        # The table is gathered whole, as every split matrix is; rows split over the mesh would have to be looked for.
+        table = constrain(self.embed.embedding.astype(self.dtype), None, None)
+        x = constrain(jnp.take(table, tokens, axis=0), "batch", "time", None)
+        x = self.drop(x, deterministic=not self.has_rng("dropout"))
         x, cache = self.groups(x, segment_ids, cache)
         return self.final_norm(x), cache
 

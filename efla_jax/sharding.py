@@ -188,11 +188,12 @@ def local_rows(mesh: Mesh, batch_size: int) -> slice:
 
 
 def place(mesh: Mesh, batch: Mapping[str, np.ndarray], batch_size: int | None = None) -> dict[str, jax.Array]:
-    """The rows of `local_rows` of every process (None: all rows, of a job of one process) as arrays on the mesh."""
+    """Numpy arrays as arrays on the mesh: the rows of `local_rows` of a batch of batch_size; None: a whole batch, which
+    every process holds."""
     placed = {}
     for name, leaf in batch.items():
         rows = leaf.shape[0] if batch_size is None else batch_size
-        shape, first = (rows, *leaf.shape[1:]), local_rows(mesh, rows).start
+        shape, first = (rows, *leaf.shape[1:]), 0 if batch_size is None else local_rows(mesh, rows).start
 
         def part(index: tuple, leaf: np.ndarray = leaf, first: int = first, rows: int = rows) -> np.ndarray:
             row = index[0] if index else slice(None)

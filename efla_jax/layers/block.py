@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from efla_jax.layers.projections import dense
 from efla_jax.shapes import SegmentIds
+from efla_jax.sharding import constrain
 
 
 def swiglu_width(width: int, ratio: float) -> int:
@@ -31,6 +32,7 @@ class SwiGLU(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         gated = nn.silu(dense(self, "gate_proj", self.inner)(x)) * dense(self, "up_proj", self.inner)(x)
+        gated = constrain(gated, *("batch", "time")[: x.ndim - 1], "features")
         return dense(self, "down_proj", self.width)(gated)
 
 
@@ -52,8 +54,9 @@ class Block(nn.Module):
         drop = nn.Dropout(self.dropout, deterministic=not self.has_rng("dropout"))
         mixer = self.mixer_class(**self.mixer_fields, name="mixer")
         y, cache = mixer(nn.RMSNorm(self.norm_eps, dtype=self.dtype, name="mixer_norm")(x), segment_ids, cache)
-        x += drop(y)
+        x = constrain(x + drop(y), "batch", "time", None)
         if self.mlp_width:
             mlp = SwiGLU(self.width, self.mlp_width, self.kernel_init, self.init_std, self.dtype, name="mlp")
-            x += drop(mlp(nn.RMSNorm(self.norm_eps, dtype=self.dtype, name="mlp_norm")(x)))
+            y = mlp(nn.RMSNorm(self.norm_eps, dtype=self.dtype, name="mlp_norm")(x))
+            x = constrain(x + drop(y), "batch", "time", None)
         return x, cache

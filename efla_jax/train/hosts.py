@@ -1,0 +1,94 @@
+"""A job of several processes, and signals: joining, agreeing on the next batch, and when to stop.
+
+Everything rests on `jax.distributed`: it finds the other processes through the environment (SLURM, Open MPI,
+Kubernetes, or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID), ends every process with a message when
+one is lost, and makes all of them stop at the same step when one is told to.
+"""
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+
+import jax
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+
+ENVIRONMENT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+ENDED = "efla_jax/batches/ended"
+
+
+def join(heartbeat_timeout: int = 100) -> None:
+    """`jax.distributed.initialize` from the environment; call it before anything touches a device.
+
+    heartbeat_timeout: seconds after which a silent process counts as lost and the job ends. Raises ValueError when the
+    environment names some of ENVIRONMENT but not all, or is no job at all."""
+    given = {name: os.environ[name] for name in ENVIRONMENT if os.environ.get(name)}
+    numbers = {}
+    if "JAX_NUM_PROCESSES" in given or "JAX_PROCESS_ID" in given:
+        missing = [name for name in ENVIRONMENT if name not in given]
+        if missing:
+            raise ValueError(f"environment: {', '.join(given)} is set, but {', '.join(missing)} is not; set all three")
+        numbers = {"num_processes": int(given[ENVIRONMENT[1]]), "process_id": int(given[ENVIRONMENT[2]])}
+    try:
+        jax.distributed.initialize(heartbeat_timeout_seconds=heartbeat_timeout, **numbers)
+    except ValueError as error:
+        raise ValueError(
+            f"--distributed: no job of several processes was found in the environment ({error}). Start with srun or"
+            f" mpirun, or set {', '.join(ENVIRONMENT)} for every process."
+        ) from error
+
+
+def agree_on_next(step: int, has_batch: bool, timeout: int = 600) -> bool:
+    """True when every process has its batch of `step` in hand; False in all of them as soon as one has none.
+
+    Returns when all have asked, on the host, without waiting for a device; raises RuntimeError naming the processes
+    that did not ask within `timeout` seconds. A job of one process answers at once."""
+    if jax.process_count() == 1:
+        return has_batch
+    client = ocp.multihost.get_jax_distributed_client()
+    if not has_batch:
+        client.key_value_set(ENDED, str(step), allow_overwrite=True)
+    try:
+        client.wait_at_barrier(f"efla_jax/batches/{step}", timeout_in_ms=1000 * timeout)
+    except jax.errors.JaxRuntimeError as error:
+        raise RuntimeError(
+            f"step {step}: another process had no batch within {timeout} s; its loader is stuck or it is gone ({error})"
+        ) from error
+    try:
+        return not client.key_value_try_get(ENDED)
+    except jax.errors.JaxRuntimeError:  # nobody has set it
+        return True
+
+
+class StopRequest:
+    """Whether the job has been told to end (SIGTERM, what schedulers send before they take a machine away)."""
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def tell(self, *_) -> None:
+        """Ask the run to save and end after its current step."""
+        self._told = True
+
+    def reached(self, step: int) -> bool:
+        """True at the step after which to save and end: the same one in every process. Ask at every step."""
+        if jax.process_count() == 1:
+            return self._told
+        return multihost_utils.reached_preemption_sync_point(step)
+
+
+@contextlib.contextmanager
+def stop_on_sigterm() -> Iterator[StopRequest]:
+    """A StopRequest that SIGTERM sets while this context is open."""
+    request = StopRequest()
+    # jax.distributed listens by itself, and a handler of ours would silence it; only a main thread may set one.
+    try:
+        before = signal.signal(signal.SIGTERM, request.tell) if jax.process_count() == 1 else None
+    except ValueError:
+        before = None
+    try:
+        yield request
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,292 @@
+"""The training loop: from config and folder to a finished run, through every checkpoint, score and interruption."""
+
+import contextlib
+import functools
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+from flax import linen as nn
+from ml_collections import ConfigDict
+
+from efla_jax import checkpoint, flops, metrics, optim, sharding
+from efla_jax.checkpoint import Checkpointer
+from efla_jax.evaluate import evaluate
+from efla_jax.model import LanguageModel
+from efla_jax.train import hosts, settings
+from efla_jax.train.report import Clock, Compilations, MetricLog
+from efla_jax.train.step import TrainState, make_signals, make_state, make_step
+
+HELD_OUT = {"text": "valid", "tokens": "valid", "images": "test"}
+
+
+class Run(NamedTuple):
+    """A run that has reached its last step, or was told to stop (`finished` False; its state is saved)."""
+
+    model: nn.Module
+    params: Any
+    dataset: Any
+    scores: dict[str, float]
+    workdir: pathlib.Path
+    finished: bool = True
+
+
+class Job(NamedTuple):
+    """What does not change while a run goes on."""
+
+    config: dict[str, Any]
+    workdir: pathlib.Path
+    mesh: jax.sharding.Mesh
+    dataset: Any
+    model: nn.Module
+    step: Any
+    checkpointer: Checkpointer
+    clock: Clock
+
+
+def fit(
+    config: ConfigDict | Mapping,
+    workdir: str | pathlib.Path,
+    *,
+    resume: bool = False,
+    init_from: str | pathlib.Path = "",
+    allow_partial: bool = False,
+    cast: bool = False,
+) -> Run:
+    """Train to config.train.steps and score the held-out split; everything is written below `workdir`.
+
+    Writes config.json, parameters.txt, metrics.jsonl (and TensorBoard events), checkpoints/ and loss.png. `resume` goes
+    on from the latest complete checkpoint, if there is one: the same batches, the same numbers, also on another mesh.
+    `init_from` begins with the parameters of another run (its workdir, or a step's folder) and a fresh optimiser.
+    allow_partial and cast let a checkpoint lack or have more leaves, or have other dtypes; what was done is printed.
+    SIGTERM saves and returns a Run that is not `finished`.
+
+    Raises ValueError before anything is compiled for a config that does not fit, a mesh that does not divide it, a
+    folder that holds a run already, or a resumed run whose config has changed; FloatingPointError after
+    config.train.max_skipped steps in a row without a finite gradient."""
+    clock = Clock()
+    config = settings.plain(config)
+    settings.check_train(config["train"])
+    mesh = settings.section(config, "mesh", sharding.make_mesh, {})
+    settings.check_divisible(config, dict(mesh.shape))
+    workdir = pathlib.Path(workdir)
+    dataset = settings.build_dataset(config)
+    model = settings.build_model(config, dataset)
+    precision = jax.default_matmul_precision(config["train"]["matmul_precision"])
+    with precision, jax.set_mesh(mesh), hosts.stop_on_sigterm() as stop, contextlib.ExitStack() as open_things:
+        given = {"total_steps": config["train"]["steps"]}
+        optimizer, schedule = settings.section(config, "optim", optim.make_optimizer, given)
+        begin = functools.partial(make_state, model, optimizer, config["seed"])
+        placed = sharding.state_shardings(mesh, jax.eval_shape(begin))
+        keep = {name: config["train"][f"keep{name}"] for name in ("", "_period", "_best")}
+        checkpointer = Checkpointer(
+            workdir / "checkpoints", max_to_keep=keep[""], keep_period=keep["_period"], keep_best=keep["_best"]
+        )
+        open_things.enter_context(checkpointer)
+        rows = sharding.local_rows(mesh, config["data"]["batch_size"])
+        iterator = open_things.enter_context(contextlib.closing(dataset.train_iterator(rows=rows)))
+        partial = {"allow_partial": allow_partial, "cast": cast}
+        state = restored(config, checkpointer, begin, placed, dataset, iterator, resume, partial)
+        if state is None:
+            state = jax.jit(begin, out_shardings=placed)()
+            if init_from:
+                state = warm_start(state, init_from, partial, optimizer, placed)
+        describe(config, workdir, mesh, dataset, model, state)
+        fields = ("accumulate", "loss_chunk", "z_loss")
+        step = make_step(
+            model, optimizer, schedule, shardings=placed, **{name: config["train"][name] for name in fields}
+        )
+        job = Job(config, workdir, mesh, dataset, model, step, checkpointer, clock)
+        state, scores, finished = loop(job, iterator, state, stop)
+        params = optim.evaluation_params(state.params, state.opt_state)
+    return Run(model, params, dataset, scores, workdir, finished)
+
+
+def restored(config, checkpointer, begin, placed, dataset, iterator, resume: bool, partial) -> TrainState | None:
+    """The state to go on from, with the data at its place; None when the folder holds no checkpoint."""
+    latest = checkpointer.latest_step()
+    if latest is None:
+        return None
+    if not resume:
+        raise ValueError(
+            f"workdir: {checkpointer.directory.parent} holds a run at step {latest}. Pass --resume to go on with it, or"
+            " another --workdir for a fresh one."
+        )
+    target = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), jax.eval_shape(begin), placed
+    )
+    if partial["allow_partial"]:  # what the checkpoint lacks begins as in a fresh run
+        target = jax.jit(begin, out_shardings=placed)()
+    found = checkpointer.restore(target, **partial)
+    settings.check_unchanged(found.metadata["config"], config)
+    known = found.metadata.get("tokenizer", "")
+    if known != tokenizer_of(dataset):
+        raise ValueError(
+            f"config.data: the run was trained with tokenizer {known!r}, the data here has {tokenizer_of(dataset)!r};"
+            " its tokens mean something else. Give the data of the run."
+        )
+    iterator.set_state(found.data_state)
+    say(found.notes)
+    return found.state
+
+
+def warm_start(state: TrainState, path, partial: dict[str, bool], optimizer, placed: TrainState) -> TrainState:
+    """The state with parameters read from another run, and a report of what was loaded and what was not."""
+    params, notes = checkpoint.load_params(path, state.params, **partial)
+    say(notes)
+    opt_state = jax.jit(optimizer.init, out_shardings=placed.opt_state)(params)  # an average begins at the parameters
+    return state._replace(params=params, opt_state=opt_state)
+
+
+def tokenizer_of(dataset) -> str:
+    """What makes numbers of text here; empty for images."""
+    return getattr(dataset, "tokenizer_hash", "")
+
+
+def say(lines) -> None:
+    """Print, in the first process only."""
+    if jax.process_index() == 0:
+        for line in [lines] if isinstance(lines, str) else lines:
+            print(line, flush=True)
+
+
+def describe(config: dict, workdir: pathlib.Path, mesh, dataset, model, state: TrainState) -> None:
+    """Write config.json and parameters.txt, and say in a few lines what is about to be trained on what."""
+    if jax.process_index():
+        return
+    workdir.mkdir(parents=True, exist_ok=True)
+    (workdir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    table = optim.decay_table(state.params, config["optim"].get("decay", "matrices"))
+    (workdir / "parameters.txt").write_text(table + "\n")
+    count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    facts = ", ".join(f"{name} {value}" for name, value in dataset.describe().items())
+    say(f"{workdir}: {count:,} parameters on {mesh.size} {mesh.devices.flat[0].device_kind} of {jax.device_count()}"
+        f" ({sharding.describe(mesh)}); data: {facts}")  # fmt: skip
+
+
+def make_log(job: Job, writer, compilations, begin: int, params) -> MetricLog:
+    """The log of a run, with what it needs to know about model, data and devices."""
+    data, options, language = job.config["data"], job.config["train"], isinstance(job.model, LanguageModel)
+    length = data["window"] if language else job.dataset.length
+    peak = options["peak_tflops"] * 1e12 or flops.peak_flops(job.mesh.devices.flat[0]) or 0.0
+    return MetricLog(
+        writer, job.clock, compilations,
+        begin=begin, limit=options["max_skipped"], tokens=data["batch_size"] * length,
+        flops_per_token=flops.train_flops_per_token(job.model, length) if language else 0.0,
+        peak_flops=peak * job.mesh.size,
+        bytes_per_token=job.dataset.bytes_per_token if language else 0.0,
+        leaf_names=optim.leaf_names(params),
+    )  # fmt: skip
+
+
+def score(job: Job, state: TrainState) -> dict[str, float]:
+    """The scores of the held-out split, of the averaged parameters where there are some."""
+    params = optim.evaluation_params(state.params, state.opt_state)
+    batches = job.dataset.eval_batches(HELD_OUT[job.dataset.kind])
+    options = job.config["train"]
+    with job.clock.on("score"):
+        return evaluate(
+            job.model, params, batches,
+            place=functools.partial(sharding.place, job.mesh),
+            limit=options["eval_batches"],
+            chunk=options["loss_chunk"],
+        )  # fmt: skip
+
+
+def loop(job: Job, iterator, state: TrainState, stop: hosts.StopRequest) -> tuple[TrainState, dict[str, float], bool]:
+    """Steps from where `state` stands to config.train.steps, with logs, held-out scores and checkpoints on the way.
+
+    Returns the state, the scores of its end (none when it was told to stop) and whether it reached its end."""
+    options, held_out = job.config["train"], HELD_OUT[job.dataset.kind]
+    begin, end = int(state.step), options["steps"]
+    compilations = Compilations()
+    signals = make_signals(job.model) if options["signals_every"] and isinstance(job.model, LanguageModel) else None
+    metadata = {"config": json.loads(json.dumps(job.config)), "tokenizer": tokenizer_of(job.dataset)}
+    writer = metrics.Writer(
+        job.workdir, start_step=begin + 1, total_steps=end, print_every=options["log_every"],
+        wandb_project=options["wandb_project"], config=job.config,
+    )  # fmt: skip
+    scores: dict[str, float] = {}
+    done, told = begin, False
+    with writer, contextlib.closing(compilations), Trace(job.workdir, options, begin) as trace:
+        log = make_log(job, writer, compilations, begin, state.params)
+        while done < end and not told:
+            batch = next_batch(job, iterator, done + 1)
+            if batch is None:
+                break
+            done += 1
+            trace.before(done)
+            extra = signals(state.params, batch) if signals and done % options["signals_every"] == 0 else None
+            state, report = job.step(state, batch)
+            if done == begin + 1:
+                jax.block_until_ready(report)
+                job.clock.started()
+                log.restart(done)
+            is_due = {name: options[f"{name}_every"] and done % options[f"{name}_every"] == 0 for name in EVERY}
+            log.note(done, report, log=bool(is_due["log"] or extra or done in (begin + 1, end)), signals=extra)
+            told = stop.reached(done)
+            fresh = {}
+            if is_due["eval"] and done < end and not told:
+                log.flush()
+                fresh = score(job, state)
+                writer.write(done, {f"{held_out}_{name}": value for name, value in fresh.items()})
+                log.restart(done)
+            if done == end:
+                log.flush()
+                scores = fresh = score(job, state)
+            if done == end or told or is_due["save"]:
+                log.flush()
+                with job.clock.on("save"):
+                    job.checkpointer.save(done, state, iterator.get_state(), metadata, fresh or None)
+            job.checkpointer.check_for_errors()
+        log.flush()
+        if done < end:
+            say(f"told to stop: step {done} of {end} is saved; go on with --resume")
+        elif begin < end:
+            writer.write(end, {f"{held_out}_{name}": value for name, value in scores.items()})
+    if done == end and begin == end:  # a finished run that is scored again has this row already
+        scores = score(job, state)
+    job.checkpointer.wait()
+    if jax.process_index() == 0 and done > 0:
+        metrics.plot_curves({job.workdir.name: job.workdir}, job.workdir / "loss.png", y_label="training loss, nats")
+    return state, scores, done == end
+
+
+EVERY = ("log", "eval", "save")
+
+
+def next_batch(job: Job, iterator, step: int) -> dict[str, jax.Array] | None:
+    """The batch of a step on the mesh; None in every process once one of them has no more."""
+    with job.clock.on("data"):
+        batch = next(iterator, None)
+        if not hosts.agree_on_next(step, batch is not None) or batch is None:
+            return None
+        return sharding.place(job.mesh, batch, job.config["data"]["batch_size"])
+
+
+class Trace:
+    """The profiler trace of config.train.profile_steps steps from profile_start on, in the run's folder `profile`."""
+
+    def __init__(self, workdir: pathlib.Path, options: Mapping[str, Any], begin: int):
+        first = options["profile_start"]
+        self.folder, self.on = workdir / "profile", False
+        self.first = first if first > begin else 0
+        self.last = first + options["profile_steps"] - 1
+
+    def __enter__(self) -> "Trace":
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.on:
+            jax.profiler.stop_trace()
+
+    def before(self, step: int) -> None:
+        """Begin or end the trace where `step` asks for it."""
+        if self.first and step == self.first:
+            jax.profiler.start_trace(str(self.folder))
+            self.on = True
+        elif self.on and step > self.last:
+            jax.profiler.stop_trace()
+            self.on = False

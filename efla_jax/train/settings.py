@@ -1,0 +1,145 @@
+"""What a config says, checked before anything is built or compiled: fields, values, and what the mesh must divide."""
+
+import inspect
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flax import linen as nn
+from ml_collections import ConfigDict
+
+from efla_jax import data
+from efla_jax.layers.fields import nearest
+from efla_jax.model import LanguageModel, SequenceClassifier
+
+SECTIONS = ("mesh", "data", "model", "optim", "train")
+# Fields of config.train: their smallest values (0 turns the periodic ones off), or "" for text.
+TRAIN: dict[str, int | float | str] = {
+    "steps": 1,
+    "accumulate": 1,
+    "loss_chunk": 0,
+    "z_loss": 0.0,
+    "log_every": 1,
+    "signals_every": 0,
+    "eval_every": 0,
+    "eval_batches": 0,
+    "save_every": 0,
+    "keep": 1,
+    "keep_period": 0,
+    "keep_best": "",
+    "max_skipped": 1,
+    "profile_start": 0,
+    "profile_steps": 1,
+    "peak_tflops": 0.0,
+    "wandb_project": "",
+    "matmul_precision": "",
+}
+PRECISIONS = ("tensorfloat32", "highest")  # of the float32 products of layers; operators name their own
+# What may differ between a run and its continuation: where and how it is computed, seen and kept, not what.
+FREE = {f"train.{name}" for name in TRAIN} - {"train.steps", "train.z_loss", "train.matmul_precision"} | {
+    "mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.context", "data.path", "data.worker_count", "data.eval_batch_size",
+    "data.verify", "model.remat", "model.scan",
+}  # fmt: skip
+
+
+def plain(config: ConfigDict | Mapping, path: str = "config") -> dict[str, Any]:
+    """A config as nested plain dicts; ValueError for a value that a command line could not have meant."""
+    out = {}
+    for name, value in config.items():
+        where = f"{path}.{name}"
+        if isinstance(value, ConfigDict | Mapping):
+            out[name] = plain(value, where)
+            continue
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{where}: {value} is not a finite number. Write it in full or with a smaller exponent.")
+        if value is None or isinstance(value, list):
+            raise ValueError(f"{where}: {value!r} could not be overridden on a command line. Use a tuple or a number.")
+        out[name] = value
+    return out
+
+
+def section(config: Mapping[str, Any], name: str, build: Callable, given: Mapping[str, Any]) -> Any:
+    """build(**config[name], **given), with a ValueError that names the config field when one does not fit."""
+    fields = {**config[name], **given}
+    known = [field for field in inspect.signature(build).parameters if field not in ("name", "parent")]
+    for field in fields:
+        if field not in known:
+            raise ValueError(f"config.{name}.{field}: no such field.{nearest(field, known)} Known: {', '.join(known)}.")
+    try:
+        return build(**fields)
+    except ValueError as error:
+        raise ValueError(f"config.{name}: {error}") from error
+
+
+def build_dataset(config: Mapping[str, Any]) -> Any:
+    """The dataset of config.data; its order is that of config.seed."""
+    return data.make(section(config, "data", data.DataConfig, {"seed": config["seed"]}))
+
+
+def build_model(config: Mapping[str, Any], dataset) -> nn.Module:
+    """A LanguageModel for text, a SequenceClassifier for images."""
+    if dataset.kind == "images":
+        sizes = {"num_classes": dataset.num_classes, "max_length": dataset.length}
+        return section(config, "model", SequenceClassifier, sizes)
+    return section(config, "model", LanguageModel, {"vocab_size": dataset.vocab_size})
+
+
+def check_train(options: Mapping[str, Any]) -> None:
+    """Raise ValueError unless config.train has every field of TRAIN, in range, and no other."""
+    for name in options:
+        if name not in TRAIN:
+            raise ValueError(f"config.train.{name}: no such field.{nearest(name, TRAIN)} Known: {', '.join(TRAIN)}.")
+    for name, least in TRAIN.items():
+        if name not in options:
+            raise ValueError(f"config.train.{name}: this field is missing; see configs/common.py.")
+        if not isinstance(least, str) and options[name] < least:
+            raise ValueError(f"config.train.{name}: {options[name]} is less than {least}.")
+    if options["matmul_precision"] not in PRECISIONS:
+        raise ValueError(f"config.train.matmul_precision: {options['matmul_precision']!r} is not one of {PRECISIONS}.")
+
+
+def check_divisible(config: Mapping[str, Any], mesh: Mapping[str, int]) -> None:
+    """Raise ValueError naming both numbers where the mesh (sizes by axis) does not divide batch, tokens or heads."""
+    sizes, rows = config["data"], mesh["data"] * mesh["fsdp"]
+    microbatches = config["train"]["accumulate"]
+    faults = []
+    if sizes["batch_size"] % (microbatches * rows):
+        faults.append(
+            f"config.data.batch_size: {sizes['batch_size']} rows are not divisible by train.accumulate={microbatches}"
+            f" x data={mesh['data']} x fsdp={mesh['fsdp']}"
+        )
+    scored = sizes.get("eval_batch_size") or sizes["batch_size"]
+    if scored % rows:
+        faults.append(
+            f"config.data.eval_batch_size: {scored} rows are not divisible by data={mesh['data']} x fsdp={mesh['fsdp']}"
+        )
+    if sizes.get("window", mesh["context"]) % mesh["context"]:
+        faults.append(f"config.data.window: {sizes['window']} tokens are not divisible by context={mesh['context']}")
+    if config["model"]["width"] % mesh["fsdp"]:
+        faults.append(f"config.model.width: {config['model']['width']} is not divisible by fsdp={mesh['fsdp']}")
+    for mixer, options in config["model"]["mixer_options"].items():
+        if options.get("num_heads", 0) % mesh["tensor"]:
+            faults.append(
+                f"config.model.mixer_options.{mixer}.num_heads: {options['num_heads']} is not divisible by"
+                f" tensor={mesh['tensor']}"
+            )
+    if faults:
+        raise ValueError("config.mesh does not fit:\n  " + "\n  ".join(faults) + "\nChange the mesh or the sizes.")
+
+
+def check_unchanged(saved: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Raise ValueError naming every field that shapes the numbers of a run and differs from the saved one."""
+    here = json.loads(json.dumps(config))
+    # More steps of a constant rate are the same run, longer.
+    free = FREE | ({"train.steps"} if here["optim"].get("schedule") == "constant" else set())
+    changed = [
+        f"config.{name}.{key}: {saved[name].get(key)!r} in the checkpoint, {here[name].get(key)!r} now"
+        for name in SECTIONS
+        for key in sorted({*saved[name], *here[name]})
+        if saved[name].get(key) != here[name].get(key) and f"{name}.{key}" not in free
+    ]
+    if saved["seed"] != here["seed"]:
+        changed.append(f"config.seed: {saved['seed']} in the checkpoint, {here['seed']} now")
+    if changed:
+        raise ValueError("config: the run was started with other values:\n  " + "\n  ".join(changed))

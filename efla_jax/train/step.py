@@ -1,0 +1,124 @@
+"""The compiled step: gradients of summed losses over microbatches, divided once, and one update of the optimiser."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+
+from efla_jax import layers, optim
+from efla_jax.evaluate import batch_sums
+from efla_jax.model import LanguageModel
+
+
+class TrainState(NamedTuple):
+    """What a step carries on and a checkpoint holds."""
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    key: jax.Array
+
+
+def make_state(model: nn.Module, optimizer, seed: int) -> TrainState:
+    """Parameters (float32) and optimiser state of step 0, a pure function of the seed: jit it with out_shardings."""
+    init_key, key = jax.random.split(jax.random.key(seed))
+    if isinstance(model, LanguageModel):
+        example = jnp.zeros((1, 1), jnp.int32)
+    else:
+        example = jnp.zeros((1, model.max_length, 1), jnp.float32)
+    params = model.init(init_key, example)
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), key)
+
+
+def microbatches(batch: Mapping[str, jax.Array], count: int) -> dict[str, jax.Array]:
+    """[B, ...] -> [count, B / count, ...]: row r goes to part r % count, so that each stays spread over the mesh."""
+    return {name: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1) for name, x in batch.items()}
+
+
+def make_gradients(model: nn.Module, accumulate: int, loss_chunk: int, z_loss: float) -> Callable:
+    """(params, batch, key) -> (gradients of the summed loss, sums), over `accumulate` microbatches one after another."""
+
+    def summed(params, part, key):
+        sums = batch_sums(model, params, part, rngs={"dropout": key}, chunk=loss_chunk, z_loss=z_loss)
+        return sums.loss + sums.z, sums
+
+    gradient = jax.grad(summed, has_aux=True)
+    if accumulate == 1:
+        return gradient
+
+    def gradients(params, batch, key):
+        def add(total, part):
+            index, rows = part
+            return jax.tree.map(jnp.add, total, gradient(params, rows, jax.random.fold_in(key, index))), None
+
+        parts = jnp.arange(accumulate), microbatches(batch, accumulate)
+        shapes = jax.eval_shape(gradient, params, jax.tree.map(lambda x: x[0], parts[1]), key)
+        zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return jax.lax.scan(add, zero, parts)[0]
+
+    return gradients
+
+
+def make_step(
+    model: nn.Module,
+    optimizer,
+    schedule,
+    *,
+    accumulate: int = 1,
+    loss_chunk: int = 0,
+    z_loss: float = 0.0,
+    shardings: TrainState | None = None,
+) -> Callable:
+    """The jitted, donated (state, batch) -> (state, report): one optimiser step on the mean loss of the batch.
+
+    accumulate    microbatches whose gradients are summed first; the result is that of one batch of all rows
+    loss_chunk, z_loss    see `losses.cross_entropy`
+    shardings     of the state that comes in and goes out (see `sharding.state_shardings`); None: as it comes
+
+    report: float32 scalars. A step whose gradient is not finite changes nothing but the counters; "first_bad" is then
+    the index in `optim.leaf_names(params)` of the first gradient that was not, else -1."""
+    gradients = make_gradients(model, accumulate, loss_chunk, z_loss)
+    placed = {} if shardings is None else {"out_shardings": (shardings, None)}
+
+    @functools.partial(jax.jit, donate_argnums=0, **placed)
+    def step(state: TrainState, batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        grads, sums = gradients(state.params, batch, jax.random.fold_in(state.key, state.step))
+        weight = jnp.maximum(sums.weight, 1.0)
+        grads = jax.tree.map(lambda g: g / weight, grads)
+        if shardings is not None:  # summed where they are used: reduce-scattered, not reduced everywhere
+            grads = jax.lax.with_sharding_constraint(grads, shardings.params)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        report = {
+            "loss": sums.loss / weight,
+            "accuracy": sums.correct / weight,
+            "weight": sums.weight,
+            "grad_norm": opt_state.grad_norm,
+            "learning_rate": schedule(state.opt_state.count),
+            "skipped": opt_state.skipped,
+            "skipped_in_a_row": opt_state.skipped_in_a_row,
+            "first_bad": optim.first_bad(grads),
+        }
+        report |= {f"grad_norm/{name}": norm for name, norm in optim.group_norms(grads).items()}
+        if z_loss:
+            report["z_loss"] = sums.z / weight
+        return TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state, state.key), report
+
+    return step
+
+
+def make_signals(model: nn.Module) -> Callable:
+    """The jitted (params, batch) -> scalars of how stiff and how forgetful the mixers are; see `layers.signals`."""
+
+    @jax.jit
+    def signals(params, batch):
+        _, captured = model.apply(
+            params, batch["tokens"], segment_ids=batch["segment_ids"], method=model.features,
+            capture_intermediates=lambda module, _: isinstance(module, layers.Reading), mutable="intermediates",
+        )  # fmt: skip
+        return layers.signals(captured["intermediates"])
+
+    return signals
