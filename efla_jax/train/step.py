@@ -40,7 +40,7 @@ def microbatches(batch: Mapping[str, jax.Array], count: int) -> dict[str, jax.Ar
 
 
 def make_gradients(model: nn.Module, accumulate: int, loss_chunk: int, z_loss: float) -> Callable:
-    """(params, batch, key) -> (gradients of the summed loss, sums), over `accumulate` microbatches one after another."""
+    """(params, batch, key) -> (gradients of the summed loss, sums), one of `accumulate` microbatches after another."""
 
     def summed(params, part, key):
         sums = batch_sums(model, params, part, rngs={"dropout": key}, chunk=loss_chunk, z_loss=z_loss)
