@@ -5,46 +5,40 @@ import functools
 import math
 import pathlib
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, cast
+from typing import cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import linen as nn
 
 from efla_jax import metrics
+from efla_jax.losses import Sums, cross_entropy, weighted_sums
 from efla_jax.model import LanguageModel, SequenceClassifier
 
 
-class Sums(NamedTuple):
-    """Float32 scalars: weighted negative log-likelihood in nats, weighted number of right guesses, sum of weights."""
-
-    loss: jax.Array
-    correct: jax.Array
-    weight: jax.Array
-
-
-def weighted_sums(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> Sums:
-    """Cross-entropy and accuracy of logits [..., classes] against labels [...], each weighted, in float32."""
-    logits, weights = logits.astype(jnp.float32), weights.astype(jnp.float32)
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    right = jnp.argmax(logits, -1) == labels
-    return Sums(jnp.sum(jnp.where(weights > 0, loss * weights, 0.0)), jnp.sum(right * weights), jnp.sum(weights))
-
-
-def batch_sums(model: nn.Module, params, batch: Mapping[str, jax.Array], rngs=None) -> Sums:
+def batch_sums(
+    model: nn.Module,
+    params,
+    batch: Mapping[str, jax.Array],
+    rngs=None,
+    *,
+    chunk: int = 0,
+    z_loss: float = 0.0,
+) -> Sums:
     """The sums of one batch: every unmasked next token, or every unmasked image. `rngs` with "dropout" turns dropout
-    on.
+    on; chunk (text only) and z_loss as in `losses.cross_entropy`.
 
     Text: {"tokens", "targets", "mask", "segment_ids"} [B, T]; images: {"pixels" [B, T, 1], "labels" [B], "mask"
     [B]}."""
     if isinstance(model, LanguageModel):
-        logits, _ = model.apply(params, batch["tokens"], segment_ids=batch["segment_ids"], rngs=rngs)
-        return weighted_sums(logits, batch["targets"], batch["mask"])
+        features, _ = model.apply(
+            params, batch["tokens"], segment_ids=batch["segment_ids"], rngs=rngs, method=model.features
+        )
+        logits_of = functools.partial(model.apply, params, method=model.logits)
+        return cross_entropy(logits_of, features, batch["targets"], batch["mask"], chunk=chunk, z_loss=z_loss)
     if isinstance(model, SequenceClassifier):
         logits = cast(jax.Array, model.apply(params, batch["pixels"], rngs=rngs))
-        return weighted_sums(logits, batch["labels"], batch["mask"])
+        return weighted_sums(logits, batch["labels"], batch["mask"], z_loss)
     raise ValueError(f"model: {type(model).__name__} is neither a LanguageModel nor a SequenceClassifier.")
 
 
@@ -54,15 +48,15 @@ def compiled_sums(model: nn.Module):
     return jax.jit(functools.partial(batch_sums, model))
 
 
-def evaluate(model: nn.Module, params, batches: Iterable[Mapping[str, np.ndarray]]) -> dict[str, float]:
+def evaluate(model: nn.Module, params, batches: Iterable[Mapping[str, np.ndarray | jax.Array]]) -> dict[str, float]:
     """{"loss" nats, "accuracy", "weight", and for language models "bits", per scored target} over all the batches.
 
     Scores do not depend on how the examples are batched. Raises ValueError if nothing in the batches is scored."""
     run = compiled_sums(model)
-    totals = np.zeros(3)
+    totals = np.zeros(len(Sums._fields))
     for batch in batches:
         totals += np.asarray(jax.device_get(run(params, batch)), np.float64)
-    loss, correct, weight = totals
+    loss, weight, correct, _ = totals
     if not weight:
         raise ValueError("batches: no target has a positive mask, so there is nothing to score.")
     scores = {"loss": float(loss / weight), "accuracy": float(correct / weight), "weight": float(weight)}
