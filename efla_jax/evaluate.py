@@ -2,10 +2,11 @@
 
 import csv
 import functools
+import itertools
 import math
 import pathlib
-from collections.abc import Iterable, Mapping
-from typing import cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -43,19 +44,29 @@ def batch_sums(
 
 
 @functools.lru_cache(maxsize=8)
-def compiled_sums(model: nn.Module):
+def compiled_sums(model: nn.Module, chunk: int = 0):
     """`batch_sums` of a model, jitted once for every evaluation of the process."""
-    return jax.jit(functools.partial(batch_sums, model))
+    return jax.jit(functools.partial(batch_sums, model, chunk=chunk))
 
 
-def evaluate(model: nn.Module, params, batches: Iterable[Mapping[str, np.ndarray | jax.Array]]) -> dict[str, float]:
+def evaluate(
+    model: nn.Module,
+    params,
+    batches: Iterable[Mapping[str, np.ndarray]],
+    *,
+    place: Callable[[Mapping[str, np.ndarray]], Mapping[str, Any]] = lambda batch: batch,
+    limit: int = 0,
+    chunk: int = 0,
+) -> dict[str, float]:
     """{"loss" nats, "accuracy", "weight", and for language models "bits", per scored target} over all the batches.
 
-    Scores do not depend on how the examples are batched. Raises ValueError if nothing in the batches is scored."""
-    run = compiled_sums(model)
+    place puts a batch on a mesh (`sharding.place`); limit: how many batches, 0 for all; chunk as in
+    `losses.cross_entropy`. Scores do not depend on how the examples are batched. Raises ValueError if nothing in the
+    batches is scored."""
+    run = compiled_sums(model, chunk)
     totals = np.zeros(len(Sums._fields))
-    for batch in batches:
-        totals += np.asarray(jax.device_get(run(params, batch)), np.float64)
+    for batch in itertools.islice(batches, limit or None):
+        totals += np.asarray(jax.device_get(run(params, place(batch))), np.float64)
     loss, weight, correct, _ = totals
     if not weight:
         raise ValueError("batches: no target has a positive mask, so there is nothing to score.")

@@ -41,6 +41,9 @@ def main(argv: list[str]) -> None:
     if not run.finished or jax.process_index():
         return
     print("held out: " + ", ".join(f"{name} {value:.4f}" for name, value in run.scores.items()))
+    if jax.process_count() > 1:  # what follows is a program of one process
+        print(f"checkpoint: {run.workdir}/checkpoints    loss curve: {run.workdir}/loss.png")
+        return
     if run.dataset.kind == "images":
         with jax.default_matmul_precision(arguments.CONFIG.value.train.matmul_precision):  # as it was trained
             rows = evaluate.corruption_curves(run.model, run.params, run.dataset)

@@ -187,12 +187,14 @@ def score(job: Job, state: TrainState) -> dict[str, float]:
     batches = job.dataset.eval_batches(HELD_OUT[job.dataset.kind])
     options = job.config["train"]
     with job.clock.on("score"):
-        return evaluate(
+        scores = evaluate(
             job.model, params, batches,
             place=functools.partial(sharding.place, job.mesh),
             limit=options["eval_batches"],
             chunk=options["loss_chunk"],
         )  # fmt: skip
+    per_byte = getattr(job.dataset, "bytes_per_token", 0.0)
+    return scores | ({"bits_per_byte": scores["bits"] / per_byte} if per_byte else {})
 
 
 def loop(job: Job, iterator, state: TrainState, stop: hosts.StopRequest) -> tuple[TrainState, dict[str, float], bool]:
