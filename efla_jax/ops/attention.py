@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from efla_jax.ops.chunked import product
 from efla_jax.ops.dispatch import dispatch, missing_kernel, on_gpu
 from efla_jax.ops.segments import mask_padding, permute_time, positions, real_first, segments
+from efla_jax.ops.sharded import gathered, part, repeat_key_heads, sharded
 from efla_jax.shapes import SegmentIds, check_floating, check_heads, check_segment_ids, check_shapes
 
 QUERY_BLOCK = 256  # queries whose scores against every key are alive at once
@@ -85,9 +86,7 @@ def softmax_attention(
         real, _, document = segments(segment_ids)
         document = jnp.where(real, document, -1)
         q, k, v = (mask_padding(real, x) for x in (q, k, v))
-    library = implementation == "auto" and on_gpu()
-    table, auto = ({"cudnn": cudnn, **TABLE}, ("cudnn", *AUTO)) if library else (TABLE, AUTO)
-    o = dispatch("softmax_attention", implementation, table, auto, (q, k, v, document, initial_state))
+    o = over_mesh(implementation, q, k, v, document, initial_state)
     if initial_state is None:
         state = collected(k, v, document)
     else:
@@ -169,6 +168,25 @@ def extended(cache: KVCache, k, v, document: jax.Array | None, slot: jax.Array) 
     return KVCache(put(cache.k, k), put(cache.v, v), length + added)
 
 
+def over_mesh(implementation: str, q, k, v, document: jax.Array | None, cache: KVCache | None) -> jax.Array:
+    """Outputs [B, T, H, V]: every device has its rows, heads and queries, and all keys. With a cache it has all queries
+    too, as they are few."""
+    library = implementation == "auto" and on_gpu()
+    table, auto = ({"cudnn": cudnn, **TABLE}, ("cudnn", *AUTO)) if library else (TABLE, AUTO)
+
+    def local(context, q, k, v, document, *cached):
+        start = part(context) * q.shape[1]
+        k, v, document = (x if x is None else gathered(x, context) for x in (k, v, document))
+        arguments = q, k, v, document, KVCache(*cached) if cached else None, start
+        return dispatch("softmax_attention", implementation, table, auto, arguments)
+
+    if cache is None:
+        k, v = repeat_key_heads(q.shape[2], k, v)
+        return sharded(local, (q, k, v, document), ("BTHK", "BTGK", "BTGV", "BT"), "BTHV")
+    legends = ("BQHK", "BQGK", "BQGV", "BQ", "BMGK", "BMGV", "B")
+    return sharded(local, (q, k, v, document, *cache), legends, "BQHV")
+
+
 def attend(q, document_q, time_q, k, v, document, cache: KVCache | None) -> jax.Array:
     """Outputs [B, C, H, V] float32 of C queries at times time_q [C], of documents [B or 1, C]."""
     (batch, queries, heads, key_dim), (time, key_heads) = q.shape, k.shape[1:3]
@@ -187,12 +205,14 @@ def attend(q, document_q, time_q, k, v, document, cache: KVCache | None) -> jax.
     return o.reshape(batch, queries, heads, v.shape[-1])
 
 
-def chunked(q, k, v, document: jax.Array | None, cache: KVCache | None) -> jax.Array:
-    """A block of queries at a time against all keys, recomputed in the backward: memory O(T), not O(T^2)."""
+def chunked(q, k, v, document: jax.Array | None, cache: KVCache | None, start: jax.Array | int) -> jax.Array:
+    """A block of queries at a time against all keys, recomputed in the backward: memory O(T), not O(T^2). The queries
+    are those of the tokens from `start` on."""
     time = q.shape[1]
-    document = jnp.zeros((1, time), jnp.int32) if document is None else document
+    document = jnp.zeros((1, k.shape[1]), jnp.int32) if document is None else document
+    document_q = lax.dynamic_slice_in_dim(document, start, time, axis=1)
     if time <= QUERY_BLOCK:
-        return attend(q, document, jnp.arange(time), k, v, document, cache).astype(v.dtype)
+        return attend(q, document_q, start + jnp.arange(time), k, v, document, cache).astype(v.dtype)
     blocks = -(-time // QUERY_BLOCK)
 
     def split(x):
@@ -208,12 +228,15 @@ def chunked(q, k, v, document: jax.Array | None, cache: KVCache | None) -> jax.A
         k, v, cache = jax.tree.map(lambda x, y: x.astype(y.dtype), wide, given)
         return attend(*queries, k, v, document, cache).astype(v.dtype)
 
-    o = lax.map(block, (split(q), split(document), jnp.arange(blocks * QUERY_BLOCK).reshape(blocks, QUERY_BLOCK)))
+    time_q = start + jnp.arange(blocks * QUERY_BLOCK).reshape(blocks, QUERY_BLOCK)
+    o = lax.map(block, (split(q), split(document_q), time_q))
     return jnp.moveaxis(o, 0, 1).reshape(q.shape[0], blocks * QUERY_BLOCK, *o.shape[3:])[:, :time]
 
 
-def cudnn(q, k, v, document: jax.Array | None, cache: KVCache | None) -> jax.Array:
-    """The fused attention of cuDNN: one document per row, all real, nothing cached."""
+def cudnn(q, k, v, document: jax.Array | None, cache: KVCache | None, _start=0) -> jax.Array:
+    """The fused attention of cuDNN: one document per row, all real, nothing cached, a query for every key."""
+    if q.shape[1] != k.shape[1]:
+        raise NotImplementedError("cuDNN: queries of the whole sequence only, not of a part of it.")
     if cache is not None or document is not None:
         raise NotImplementedError("cuDNN: only whole documents, without a cache and without segment_ids.")
     if not q.dtype == k.dtype == v.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):

@@ -2,9 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from efla_jax.ops.segments import mask_padding, permute_time, real_first, segments
+from efla_jax.ops.sharded import gathered, part, sharded
 from efla_jax.shapes import SegmentIds, check_floating, check_segment_ids, check_shapes
 
 
@@ -36,24 +38,13 @@ def causal_conv(
     taps = check_arguments(x, weight, bias, initial_state, segment_ids)
     if initial_state is None:
         initial_state = jnp.zeros((x.shape[0], taps - 1, x.shape[2]), x.dtype)
-    if segment_ids is None:
-        y = filtered(inputs_with_state(initial_state, x), weight, bias, None)
-        # Joined once more, from the tail only: a slice of the array above would keep all of it alive.
-        tail = x[:, max(0, x.shape[1] - (taps - 1)) :].astype(initial_state.dtype)
-        return y.astype(x.dtype), jnp.concatenate([initial_state[:, tail.shape[1] :], tail], axis=1)
-
-    real, _, document = segments(segment_ids)
-    order, inverse = real_first(real)
-    inputs = inputs_with_state(initial_state, permute_time(mask_padding(real, x), order, inverse))
-    document = jnp.take_along_axis(document, order, axis=1)
-    document = jnp.pad(document, ((0, 0), (taps - 1, 0)))  # the state's inputs belong to document 0
-    y = permute_time(filtered(inputs, weight, bias, document).astype(x.dtype), inverse, order)
-
-    last = jnp.sum(real, axis=1, dtype=jnp.int32)[:, None] + jnp.arange(taps - 1)
-    state = jnp.take_along_axis(inputs, last[..., None], axis=1)
-    latest = jnp.max(document, axis=1, keepdims=True, initial=0)
-    state = mask_padding(jnp.take_along_axis(document, last, axis=1) == latest, state)
-    return mask_padding(real, y), state.astype(initial_state.dtype)
+    local, document = without_documents, None
+    if segment_ids is not None:
+        real, _, document = segments(segment_ids)
+        x, local, document = mask_padding(real, x), with_documents, jnp.where(real, document, -1)
+    arrays, legends = (x, weight, bias, initial_state, document), ("BTD", "WD", "D", "BPD", "BT")
+    y, state = sharded(local, arrays, legends, ("BTD", "BPD"))
+    return y if segment_ids is None else mask_padding(real, y), state
 
 
 def check_arguments(x, weight, bias, initial_state, segment_ids) -> int:
@@ -72,9 +63,52 @@ def check_arguments(x, weight, bias, initial_state, segment_ids) -> int:
     return sizes["W"]
 
 
-def inputs_with_state(state: jax.Array, x: jax.Array) -> jax.Array:
-    """The W - 1 inputs before the call and x, [B, W - 1 + T, D], in a dtype that holds both."""
-    dtype = jnp.result_type(state, x)
+# Below, a device may have only a part of the time (see `sharded`): the last inputs of every part, at most W - 1, are
+# all that a part needs of those before it.
+
+
+def without_documents(context, x, weight, bias, state, _) -> tuple[jax.Array, jax.Array]:
+    """y [B, T, D] and the state after all parts, every token being real and of the document of the state."""
+    count = min(state.shape[1], x.shape[1])
+    seen = joined(state, gathered(x[:, x.shape[1] - count :], context))
+    before = lax.dynamic_slice_in_dim(seen, part(context) * count, state.shape[1], axis=1)
+    y = filtered(joined(before, x), weight, bias, None)
+    return y.astype(x.dtype), seen[:, seen.shape[1] - state.shape[1] :].astype(state.dtype)
+
+
+def with_documents(context, x, weight, bias, state, document) -> tuple[jax.Array, jax.Array]:
+    """The same where `document` [B, T] numbers the documents of all parts: 0 is the state's, -1 is padding."""
+    count = state.shape[1]
+    tail, owners = latest(x, document, min(count, x.shape[1]))
+    seen = joined(state, gathered(tail, context))
+    owners = jnp.pad(gathered(owners, context), ((0, 0), (count, 0)))  # the state's inputs belong to document 0
+    before, owner = state, owners[:, :count]
+    if context is not None:
+        earlier = jnp.arange(seen.shape[1]) < count + part(context) * tail.shape[1]
+        before, owner = latest(seen, jnp.where(earlier, owners, -1), count)
+    order, inverse = real_first(document >= 0)
+    inputs = joined(before, permute_time(x, order, inverse))
+    owner = jnp.concatenate([owner, jnp.take_along_axis(document, order, axis=1)], axis=1)
+    y = permute_time(filtered(inputs, weight, bias, owner).astype(x.dtype), inverse, order)
+    return y, latest(seen, owners, count)[0].astype(state.dtype)
+
+
+def latest(inputs: jax.Array, document: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The last `count` inputs [B, count, D] of each row's latest document, oldest first, and their document; zeros and
+    -1 in front where it has fewer."""
+    newest = jnp.max(document, axis=1, keepdims=True, initial=0)
+    own = document == newest
+    place = count - lax.cumsum(own.astype(jnp.int32), axis=1, reverse=True)
+    hit = own[:, None] & (place[:, None] == jnp.arange(count)[:, None])
+    found = jnp.any(hit, axis=2)
+    slot = jnp.max(jnp.where(hit, jnp.arange(inputs.shape[1]), 0), axis=2, initial=0)
+    values = jnp.take_along_axis(inputs, slot[..., None], axis=1)
+    return mask_padding(found, values), jnp.where(found, newest, -1)
+
+
+def joined(state: jax.Array, x: jax.Array) -> jax.Array:
+    """The W - 1 inputs before and those of x, [B, W - 1 + T, D], in a dtype that holds both."""
+    dtype = jnp.promote_types(state.dtype, x.dtype)  # not result_type, where a weakly typed state does not count
     return jnp.concatenate([state.astype(dtype), x.astype(dtype)], axis=1)
 
 

@@ -5,6 +5,7 @@ from efla_jax.ops.associative import associative
 from efla_jax.ops.chunked import chunked
 from efla_jax.ops.dispatch import Table, automatic, dispatch, missing_kernel
 from efla_jax.ops.recurrent import recurrent
+from efla_jax.ops.sharded import recurrence_over_mesh
 from efla_jax.shapes import Gates, Keys, Queries, SegmentIds, State, Values, check_chunk_size
 
 TABLE: Table = {
@@ -54,4 +55,8 @@ def delta_rule(
     if erase is None:
         raise ValueError("erase: None, but the delta rule needs one gate per token; without any call linear_attention.")
     x = recurrence(q, k, u, erase, log_decay, initial_state, segment_ids)
-    return dispatch("delta_rule", implementation, TABLE, automatic(x.k.shape[1]), (x, chunk_size))
+
+    def run(x):
+        return dispatch("delta_rule", implementation, TABLE, automatic(x.k.shape[1]), (x, chunk_size))
+
+    return recurrence_over_mesh(run, x)

@@ -5,6 +5,7 @@ from efla_jax.ops.associative import associative
 from efla_jax.ops.chunked import chunked
 from efla_jax.ops.dispatch import Table, automatic, dispatch, missing_kernel
 from efla_jax.ops.recurrent import recurrent
+from efla_jax.ops.sharded import recurrence_over_mesh
 from efla_jax.shapes import Gates, Keys, Queries, SegmentIds, State, Values, check_chunk_size
 
 TABLE: Table = {
@@ -42,4 +43,8 @@ def linear_attention(
     """
     check_chunk_size(chunk_size)
     x = recurrence(q, k, u, None, log_decay, initial_state, segment_ids)
-    return dispatch("linear_attention", implementation, TABLE, automatic(x.k.shape[1]), (x, chunk_size))
+
+    def run(x):
+        return dispatch("linear_attention", implementation, TABLE, automatic(x.k.shape[1]), (x, chunk_size))
+
+    return recurrence_over_mesh(run, x)

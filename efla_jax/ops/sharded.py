@@ -1,0 +1,162 @@
+"""Operators on a mesh: every device works on its rows, its heads and its part of the time, and parts of one sequence
+are put together again.
+
+This is the only file that knows `jax.shard_map`. An operator hands `sharded` a local function and the legend of each of
+its arrays ("BTHV": see `efla_jax/shapes.py`). A recurrence over a part of the time is an affine map of its state,
+
+    S after the part = M S_in + S        o_t = (output from a zero state) + (M_t^T q_t)^T S_in
+
+so that each device runs its part once, from a zero state, and only (M, S) travel: LASP-2 (arXiv 2502.07563), ZeCO
+(arXiv 2507.01004).
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from efla_jax.ops.arguments import Recurrence
+from efla_jax.ops.chunked import product
+from efla_jax.sharding import auto_mesh
+
+# Which mesh axes may split which letters. An axis that does not divide all the sizes it would split is not used.
+SPLITS = (("B", ("data", "fsdp")), ("T", ("context",)), ("GHD", ("tensor",)))
+
+
+def sharded(
+    local: Callable, arrays: Sequence[jax.Array | None], legends: Sequence[str], results: str | tuple[str, ...]
+) -> Any:
+    """local(context, *arrays) on every device's part of the arrays, or on the whole arrays without a mesh.
+
+    legends, results: one letter per axis of each array, and of the result or of each in a tuple of results. Letters
+    outside SPLITS are never split: an operator that needs all of an axis on every device gives it another letter.
+    context is the name of the mesh axis over which `local` has only a part of the time, in order, or None."""
+    mesh = auto_mesh()
+    if mesh is None:
+        return local(None, *arrays)
+    sizes = {
+        letter: size
+        for array, legend in zip(arrays, legends, strict=True)
+        if array is not None
+        for letter, size in zip(legend, array.shape, strict=True)
+    }
+    axes: dict[str, tuple[str, ...]] = {}
+    for letters, candidates in SPLITS:
+        used: tuple[str, ...] = ()
+        for axis in candidates:
+            parts = math.prod(mesh.shape[name] for name in (*used, axis))
+            if all(size % parts == 0 and size >= parts for letter, size in sizes.items() if letter in letters):
+                used += (axis,)
+        axes |= dict.fromkeys(letters, used)
+    context = "context" if axes["T"] and "T" in sizes and mesh.shape["context"] > 1 else None
+
+    def spec(legend: str) -> PartitionSpec:
+        return PartitionSpec(*(axes.get(letter) for letter in legend))
+
+    # check_vma: a Pallas call inside would be refused.
+    return jax.shard_map(
+        functools.partial(local, context),
+        in_specs=tuple(map(spec, legends)),
+        out_specs=spec(results) if isinstance(results, str) else tuple(map(spec, results)),
+        check_vma=False,
+    )(*arrays)
+
+
+def repeat_key_heads(heads: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Arrays [B, T, G, ...] read by H value heads, G repeated as far as the mesh needs to split both."""
+    mesh = auto_mesh()
+    tensor = 1 if mesh is None else mesh.shape["tensor"]
+    repeats = tensor // math.gcd(arrays[0].shape[2], tensor)
+    if heads % tensor or repeats == 1:
+        return arrays
+    return tuple(jnp.repeat(x, repeats, axis=2) for x in arrays)
+
+
+def part(context: str | None) -> jax.Array | int:
+    """Which part of the time this device has."""
+    return 0 if context is None else lax.axis_index(context)
+
+
+def gathered(x: jax.Array, context: str | None) -> jax.Array:
+    """The x [B, T, ...] of all parts, one behind the other."""
+    return x if context is None else lax.all_gather(x, context, axis=1, tiled=True)
+
+
+def handed_over(apply: Callable, initial: Any, summary: Any, context: str) -> tuple[Any, Any]:
+    """(state before this device's part, state after the last part), where apply(state, summary) takes a state over the
+    part that a device has summarised."""
+    every = jax.tree.map(lambda x: lax.all_gather(x, context), summary)
+
+    def step(state, summary):
+        return apply(state, summary), state
+
+    final, before = lax.scan(step, initial, every)
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, part(context), keepdims=False), before), final
+
+
+LEGENDS = Recurrence("BTGK", "BTGK", "BTHV", "BTH", "BTH", "BHKV", "BT")  # type: ignore[arg-type]
+
+
+def recurrence_over_mesh(run: Callable[[Recurrence], tuple], x: Recurrence) -> tuple[jax.Array, jax.Array]:
+    """run(x) -> (outputs, final state), on every device with its rows, heads and part of the time."""
+    q, k = repeat_key_heads(x.u.shape[2], x.q, x.k)
+
+    def local(context, *arrays):
+        x = Recurrence(*arrays)
+        if context is None:
+            return run(x)
+        return decayed(run, x, context) if x.erase is None else erased(run, x, context)
+
+    return sharded(local, x._replace(q=q, k=k), LEGENDS, ("BTHV", "BHKV"))
+
+
+def erased(run: Callable, x: Recurrence, context: str) -> tuple[jax.Array, jax.Array]:
+    """A part of a delta rule. K more columns of the state that nothing is written to and that begin as the identity
+    become M; their outputs are M_t^T q_t. A document that begins inside the part empties them like the others."""
+    shape = x.initial_state.shape
+    key_dim, value_dim = shape[2:]
+    nothing = jnp.zeros((*x.u.shape[:3], key_dim), x.u.dtype)
+    identity = jnp.broadcast_to(jnp.eye(key_dim, dtype=jnp.float32), (*shape[:3], key_dim))
+    o, state = run(
+        x._replace(
+            u=jnp.concatenate([x.u, nothing], axis=-1),
+            initial_state=jnp.concatenate([jnp.zeros_like(x.initial_state), identity], axis=-1),
+        )
+    )
+
+    def apply(state, summary):
+        return product("bhij,bhjv->bhiv", summary[..., value_dim:], state) + summary[..., :value_dim]
+
+    before, final = handed_over(apply, x.initial_state, state, context)
+    reach = o[..., value_dim:].astype(operands(x))
+    read = product("bthk,bhkv->bthv", reach, before.astype(reach.dtype))
+    return (o[..., :value_dim].astype(jnp.float32) + read).astype(x.u.dtype), final
+
+
+def decayed(run: Callable, x: Recurrence, context: str) -> tuple[jax.Array, jax.Array]:
+    """A part of linear attention: M_t = exp(g_1 + ... + g_t), 0 once a document has begun."""
+    exponent = jnp.cumsum(x.log_decay, axis=1)
+    if x.starts is not None:
+        exponent = jnp.where(jnp.cumsum(x.starts, axis=1)[..., None] > 0, -jnp.inf, exponent)
+    reach = jnp.exp(exponent)
+    o, state = run(x._replace(initial_state=jnp.zeros_like(x.initial_state)))
+
+    def apply(state, summary):
+        decay, added = summary
+        return decay[..., None, None] * state + added
+
+    before, final = handed_over(apply, x.initial_state, (reach[:, -1], state), context)
+    q = x.q.astype(operands(x))
+    group = before.reshape(before.shape[0], q.shape[2], -1, *before.shape[2:]).astype(q.dtype)
+    read = product("btgk,bgrkv->btgrv", q, group).reshape(o.shape)
+    return (o.astype(jnp.float32) + reach[..., None] * read).astype(o.dtype), final
+
+
+def operands(x: Recurrence) -> jnp.dtype:
+    """What reads a state: bfloat16 where everything is, as inside a chunk; else float32."""
+    return jnp.dtype(jnp.bfloat16 if x.q.dtype == x.k.dtype == x.u.dtype == jnp.bfloat16 else jnp.float32)
