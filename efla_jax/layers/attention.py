@@ -77,6 +77,13 @@ class Attention(nn.Module):
         kv = init_kv_cache(batch_size, capacity, key_heads, head_dim, head_dim, self.dtype)
         return AttentionCache(kv, jnp.zeros((batch_size,), jnp.int32))
 
+    @nn.nowrap
+    def operator_flops(self, length: int) -> float:
+        """Of scores and weighted values per token, mean over a document of `length`: 4 K a head and key, of which a
+        token sees length / 2 (the causal half; published counts of the full square are twice as high)."""
+        _, heads, head_dim = self.sizes()
+        return 4.0 * heads * head_dim * length / 2
+
     @nn.compact
     def __call__(
         self, x: jax.Array, segment_ids: SegmentIds | None = None, cache: AttentionCache | None = None

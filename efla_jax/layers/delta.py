@@ -82,6 +82,12 @@ class DeltaMixer(nn.Module):
         channels = key_heads * key_dim, key_heads * key_dim, heads * value_dim
         return fresh_cache(batch_size, self.conv_width, channels, (heads, key_dim, value_dim), self.dtype)
 
+    @nn.nowrap
+    def operator_flops(self, length: int) -> float:
+        """Of the recurrence per token, whatever the length: S^T k, the update k u^T and S^T q are 2 K V each a head."""
+        _, heads, key_dim, value_dim = self.sizes()
+        return 6.0 * heads * key_dim * value_dim
+
     def coefficients(self, k, v, beta, log_decay):
         """(unit k, u, erase, log decay) of `ops.delta_rule` from raw keys, values, beta and raw log decay (or None)."""
         raise NotImplementedError("DeltaMixer is the common part; use one of layers.MIXERS.")

@@ -69,6 +69,12 @@ class Mamba2(nn.Module):
         channels = heads * value_dim, groups * key_dim, groups * key_dim
         return fresh_cache(batch_size, self.conv_width, channels, (heads, key_dim, value_dim), self.dtype)
 
+    @nn.nowrap
+    def operator_flops(self, length: int) -> float:
+        """Of the recurrence per token, whatever the length: the update B (dt x)^T and S^T C are 2 K V each a head."""
+        _, heads, key_dim, value_dim = self.sizes()
+        return 4.0 * heads * key_dim * value_dim
+
     @nn.compact
     def __call__(
         self, x: jax.Array, segment_ids: SegmentIds | None = None, cache: RecurrentCache | None = None
