@@ -1,4 +1,4 @@
-"""Metrics of a run: JSONL rows, TensorBoard, a progress bar or log lines, and plots of the result.
+"""Metrics of a run: JSONL rows, TensorBoard, wandb, a progress bar or log lines, and plots of the result.
 
 Rows are what counts, the rest is a view of them: one JSON object per line in `<workdir>/metrics.jsonl`, with "step" and
 whatever scalars were written. A value that is not finite is stored as null.
@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 FILE_NAME = "metrics.jsonl"
 DROPPED_NAME = "metrics.dropped.jsonl"
+WANDB_NAME = "wandb_run.txt"  # the id under which a resumed run goes on
 # What the progress bar shows, in this order, under which short name.
 SHOWN = {"loss": "loss", "bits_per_byte": "bpb", "tokens_per_second": "tok/s"}
 
@@ -34,7 +35,8 @@ class Writer:
     is done again: they move to metrics.dropped.jsonl, so that no step stands twice; a line torn by a kill is removed.
     total_steps: length of the progress bar, 0 for unknown. On a terminal `stream` (standard output) gets the bar,
     otherwise one line every `print_every` steps. `tensorboard` writes those files too, if tensorboardX is installed.
-    Use as a context manager.
+    wandb_project: the Weights & Biases project that gets the rows too, under the name of `workdir` and with `config`;
+    "": none. A resumed run goes on there. Use as a context manager. Raises ValueError for a project without wandb.
     """
 
     def __init__(
@@ -45,6 +47,8 @@ class Writer:
         total_steps: int = 0,
         print_every: int = 100,
         tensorboard: bool = True,
+        wandb_project: str = "",
+        config: Mapping[str, Any] | None = None,
         stream: io.TextIOBase | None = None,
     ):
         if print_every < 1:
@@ -52,13 +56,15 @@ class Writer:
         if start_step < 0:
             raise ValueError(f"start_step={start_step} must be >= 0")
         self._active = jax.process_index() == 0
-        self._bar = self._board = None
+        self._bar = self._board = self._run = None
         if not self._active:
             return
         self._stream = sys.stdout if stream is None else stream
         self._print_every, self._total = print_every, total_steps
         folder = Path(workdir)
         folder.mkdir(parents=True, exist_ok=True)
+        if wandb_project:  # first, as it may refuse
+            self._run = _wandb_run(folder, wandb_project, config, start_step)
         _drop_rows(folder, start_step)
         self._file = open(folder / FILE_NAME, "a", encoding="utf-8")
         if tensorboard:
@@ -73,23 +79,26 @@ class Writer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(failed=kind is not None)
 
     def write(self, step: int, scalars: Scalars) -> None:
         """Appends one row and moves the progress on to `step`.
 
         Values become floats here, which waits for a jax array still being computed: pass those of the step before.
-        Raises ValueError for a value that is no scalar.
+        None, for what is not known on this machine, leaves the name out. Raises ValueError for a value that is no
+        scalar.
         """
         if not self._active:
             return
-        row = {name: _number(name, value) for name, value in scalars.items()}
+        row = {name: _number(name, value) for name, value in scalars.items() if value is not None}
         finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
         self._file.write(json.dumps({"step": int(step), **finite}, allow_nan=False) + "\n")
         self._file.flush()
         if self._board is not None:
             for name, value in row.items():
                 self._board.add_scalar(name, value, int(step))
+        if self._run is not None:
+            self._run.log({"step": int(step), **row})
         self._show(int(step), row)
 
     def print(self, text: str) -> None:
@@ -98,8 +107,8 @@ class Writer:
             tqdm.write(text, file=self._stream)
             self._stream.flush()
 
-    def close(self) -> None:
-        """Ends bar, row file and TensorBoard. May be called twice."""
+    def close(self, *, failed: bool = False) -> None:
+        """Ends bar, row file, TensorBoard and wandb, which is told whether the run failed. May be called twice."""
         if not self._active:
             return
         if self._bar is not None:
@@ -107,6 +116,9 @@ class Writer:
         self._file.close()
         if self._board is not None:
             self._board.close()
+        if self._run is not None:
+            self._run.finish(exit_code=int(failed))
+            self._run = None
 
     def _show(self, step: int, row: dict[str, float]) -> None:
         shown = {short: _short(row[name]) for name, short in SHOWN.items() if name in row}
@@ -136,6 +148,27 @@ def _summary_writer(folder: Path, start_step: int) -> Any:
     except ImportError:
         return None
     return SummaryWriter(str(folder / "tensorboard"), purge_step=start_step)
+
+
+def _wandb_run(folder: Path, project: str, config: Mapping[str, Any] | None, start_step: int) -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise ValueError(
+            f"wandb_project={project!r} asks for Weights & Biases, which is not installed; pip install wandb, or leave"
+            " wandb_project empty"
+        ) from error
+    file = folder / WANDB_NAME
+    known = file.read_text(encoding="utf-8").strip() if start_step > 1 and file.exists() else None
+    run = wandb.init(
+        project=project, name=folder.name, dir=str(folder.resolve()), id=known, resume="allow",
+        config=dict(config or {}), allow_val_change=True,  # the mesh, or the number of steps, of a resumed run
+    )  # fmt: skip
+    # wandb's own step must grow, which that of a run that repeats some steps after a crash does not.
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    file.write_text(f"{run.id}\n", encoding="utf-8")
+    return run
 
 
 def _drop_rows(folder: Path, start_step: int) -> None:

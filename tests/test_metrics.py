@@ -38,7 +38,7 @@ def test_rows(tmp_path):
         writer.write(1, values)
         # Each row is on disk at once: a killed run loses none.
         assert len(lines(tmp_path / "new" / "run")) == 1
-        writer.write(2, {"loss": float("nan"), "norm": np.inf, "count": 3})
+        writer.write(2, {"loss": float("nan"), "norm": np.inf, "count": 3, "unknown here": None})
     assert lines(tmp_path / "new" / "run") == [
         {"step": 1, "loss": 0.5, "flag": 1.0, "half": 1.5, "one": 1.0},
         {"step": 2, "loss": None, "norm": None, "count": 3.0},
@@ -130,9 +130,60 @@ def test_runs_without_tensorboard(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == [metrics.FILE_NAME]
 
 
+class Wandb:
+    """What `Writer` uses of wandb; keeps what it is told."""
+
+    def __init__(self):
+        self.starts, self.rows, self.ends, self.axes = [], [], [], []
+
+    def init(self, **settings):
+        self.starts.append(settings)
+        self.id = settings["id"] or f"run{len(self.starts)}"
+        return self
+
+    def define_metric(self, name, step_metric=None):
+        self.axes.append((name, step_metric))
+
+    def log(self, row):
+        self.rows.append(row)
+
+    def finish(self, exit_code):
+        self.ends.append(exit_code)
+
+
+def test_wandb_gets_the_rows_and_a_resumed_run_goes_on(tmp_path, monkeypatch):
+    wandb = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    settings = {"wandb_project": "linear", "config": {"seed": 3}, "tensorboard": False, "stream": io.StringIO()}
+    with pytest.raises(RuntimeError, match="stop"), Writer(tmp_path / "first", start_step=1, **settings) as writer:
+        writer.write(1, {"loss": 0.5, "peak_memory_gib": None})
+        writer.write(2, {"loss": np.nan})
+        raise RuntimeError("stop")
+    with Writer(tmp_path / "first", start_step=2, **settings) as writer:
+        writer.write(2, {"loss": 0.25})
+        writer.close()
+    with Writer(tmp_path / "first", start_step=1, **settings):  # a fresh run in the same place
+        pass
+    assert [(start["project"], start["name"], start["id"], start["config"]) for start in wandb.starts] == [
+        ("linear", "first", None, {"seed": 3}), ("linear", "first", "run1", {"seed": 3}),
+        ("linear", "first", None, {"seed": 3}),
+    ]  # fmt: skip
+    assert wandb.rows[0] == {"step": 1, "loss": 0.5} and wandb.rows[2] == {"step": 2, "loss": 0.25}
+    assert wandb.ends == [1, 0, 0] and wandb.axes[:2] == [("step", None), ("*", "step")]
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    Writer(tmp_path / "other", **settings).close()
+    assert len(wandb.starts) == 3
+
+
+def test_wandb_that_is_asked_for_but_not_there(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match="wandb_project='linear' .* not installed; pip install wandb"):
+        Writer(tmp_path, wandb_project="linear", stream=io.StringIO())
+
+
 def test_wrong_input(tmp_path):
     with Writer(tmp_path, tensorboard=False, stream=io.StringIO()) as writer:
-        for value in (np.ones(2), "1.0", None):
+        for value in (np.ones(2), "1.0"):
             with pytest.raises(ValueError, match="loss=.* must be a scalar number"):
                 writer.write(1, {"loss": value})
     with pytest.raises(ValueError, match="print_every=0 must be >= 1"):
