@@ -11,7 +11,7 @@ from pathlib import Path
 import grain
 import numpy as np
 
-from efla_jax.data.batches import Batch, pad_batch
+from efla_jax.data.batches import Batch, pad_batch, part_of_batch
 
 NPZ_KEYS = ("x_train", "y_train", "x_test", "y_test")
 IDX_FILES = ("train-images", "train-labels", "t10k-images", "t10k-labels")
@@ -119,21 +119,34 @@ class ImageExamples:
         return {"pixels": self._split.pixels[index], "labels": self._split.labels[index], "mask": np.float32(1)}
 
 
-def training_batches(split: ImageSplit, batch_size: int, seed: int) -> grain.MapDataset:
+def training_batches(
+    split: ImageSplit, batch_size: int, seed: int, rows: slice | None = None
+) -> grain.MapDataset:
     """Endless dataset, ceil(N / B) batches per epoch, the last one padded with mask 0; reshuffled each epoch."""
     if not 1 <= batch_size <= len(split.labels):
         raise ValueError(f"batch_size={batch_size} must lie between 1 and the {len(split.labels)} training images")
     examples = grain.MapDataset.source(ImageExamples(split)).seed(seed).shuffle().batch(batch_size)
-    return examples.map(lambda batch: pad_batch(batch, batch_size)).repeat()
+    part = part_of_batch(rows, batch_size)
+    return examples.map(lambda batch: _rows(pad_batch(batch, batch_size), part)).repeat()
 
 
-def evaluation_batches(split: ImageSplit, batch_size: int) -> Iterator[Batch]:
+def _rows(batch: Batch, part: range) -> Batch:
+    return {k: v[part.start : part.stop] for k, v in batch.items()}
+
+
+def evaluation_batches(split: ImageSplit, batch_size: int, rows: slice | None = None) -> Iterator[Batch]:
     """Every image once, in order; the last batch is padded with mask 0."""
     if batch_size < 1:
         raise ValueError(f"eval_batch_size={batch_size} must be >= 1")
-    for start in range(0, len(split.labels), batch_size):
-        pixels, labels = split.pixels[start : start + batch_size], split.labels[start : start + batch_size]
-        yield pad_batch({"pixels": pixels, "labels": labels, "mask": np.ones(len(labels), np.float32)}, batch_size)
+    part = part_of_batch(rows, batch_size)
+
+    def batches() -> Iterator[Batch]:
+        for start in range(0, len(split.labels), batch_size):
+            pixels, labels = split.pixels[start : start + batch_size], split.labels[start : start + batch_size]
+            batch = {"pixels": pixels, "labels": labels, "mask": np.ones(len(labels), np.float32)}
+            yield _rows(pad_batch(batch, batch_size), part)
+
+    return batches()
 
 
 def corruptions(pixels: np.ndarray) -> Iterator[tuple[str, float, np.ndarray]]:

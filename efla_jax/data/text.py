@@ -1,11 +1,7 @@
 """Byte-level text corpora: the text every Python interpreter ships, or the user's own files, split by document."""
 
-import gzip
 import hashlib
-import json
-import lzma
 import sysconfig
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from efla_jax.data import readers
+
 VOCAB_SIZE = 256
 END_OF_DOCUMENT = 0
-TEXT_SUFFIXES = (".txt", ".txt.gz", ".txt.xz", ".jsonl", ".jsonl.gz", ".jsonl.xz")
 
 # Tests and demos (some distributions strip them), tables without prose, files that depend on the build, and the
 # module whose strings already are the documents named topic:*.
@@ -32,13 +29,14 @@ Document = tuple[str, bytes]
 class Corpus:
     """Documents as one token stream; each ends with END_OF_DOCUMENT, which is the document's own last token.
 
-    tokens [N] unsigned integers (array or memmap); offsets [D + 1] int64; names [D], for reports only. Document d is
-    tokens[offsets[d] : offsets[d + 1]].
+    tokens [N] unsigned integers (array or memmap); offsets [D + 1] int64; names [D], for reports only; loss [N], 0
+    where a token is not trained on as a target (None: 1 everywhere). Document d is tokens[offsets[d] : offsets[d + 1]].
     """
 
     tokens: np.ndarray
     offsets: np.ndarray
     names: tuple[str, ...] = ()
+    loss: np.ndarray | None = None
 
     @property
     def num_documents(self) -> int:
@@ -55,6 +53,18 @@ class Corpus:
         digest = hashlib.sha256(np.ascontiguousarray(self.tokens))
         digest.update(np.ascontiguousarray(self.offsets))
         return digest.hexdigest()[:16]
+
+    def __getstate__(self) -> dict:
+        # A pickled memmap would carry the whole file into every worker process: send its address instead.
+        return {name: (str(value.filename), value.dtype, value.offset, value.shape) if isinstance(value, np.memmap)
+                else value for name, value in self.__dict__.items()}
+
+    def __setstate__(self, state: dict) -> None:
+        for name in ("tokens", "offsets", "loss"):
+            if isinstance(state[name], tuple):
+                file, dtype, offset, shape = state[name]
+                state = {**state, name: np.memmap(file, dtype, "r", offset, shape)}
+        self.__dict__.update(state)
 
 
 @dataclass(frozen=True)
@@ -159,46 +169,8 @@ def shipped_documents() -> list[Document]:
 def user_documents(path: str) -> Iterator[Document]:
     """Documents of a file or, in sorted order, of every text file in a folder; names are relative to `path`.
 
-    A .txt file is one document, a line of a .jsonl file is one document (field "text"); both may be .gz or .xz.
+    A .txt file is one document, a line of a .jsonl file is one document (field "text"); both may be packed.
     """
-    root = Path(path).expanduser()
-    if root.is_dir():
-        files = sorted(f for f in root.rglob("*") if f.is_file() and f.name.endswith(TEXT_SUFFIXES))
-    else:
-        files = [root]
-    if not root.exists():
-        raise ValueError(f"path={path!r} does not exist; give a file or folder with {', '.join(TEXT_SUFFIXES)}")
-    if not files or not all(f.name.endswith(TEXT_SUFFIXES) for f in files):
-        raise ValueError(f"path={path!r} holds no text file; expected a name that ends with {', '.join(TEXT_SUFFIXES)}")
-    for file in files:
-        name = file.relative_to(root).as_posix() if file != root else file.name
-        try:
-            content = _read(file)
-        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-            raise ValueError(f"file {str(file)!r} cannot be read ({error}): damaged? fetch it again") from error
-        if ".jsonl" in file.name:
-            yield from _jsonl_documents(file, name, content)
-        else:
-            yield name, content
-
-
-def _read(file: Path) -> bytes:
-    content = file.read_bytes()
-    if file.suffix == ".gz":
-        return gzip.decompress(content)
-    return lzma.decompress(content) if file.suffix == ".xz" else content
-
-
-def _jsonl_documents(file: Path, name: str, content: bytes) -> Iterator[Document]:
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            text = json.loads(line)["text"]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"file {str(file)!r}, line {number}: expected a JSON object with a field 'text' "
-                             f"({type(error).__name__}: {error}); repair or remove the line") from error
-        if not isinstance(text, str):
-            raise ValueError(f"file {str(file)!r}, line {number}: field 'text' is {type(text).__name__}, not a string")
-        # JSON can spell lone surrogates, which UTF-8 cannot: they become "?".
-        yield f"{name}#{number}", text.encode(errors="replace")
+    for name, file in readers.list_files(path, readers.TEXT_SUFFIXES):
+        for record in readers.read_file(name, file):
+            yield record.name, record.prompt + record.text
