@@ -430,6 +430,8 @@ def test_readings_are_of_real_tokens_with_gradients():
     gradient = jax.grad(lambda p: jnp.sum(readings(mixer, p, x)["stiffness"].mean))(params)["params"]
     assert np.any(gradient["k_proj"]["kernel"]) and np.any(gradient["b_bias"])
     assert not np.any(gradient["q_proj"]["kernel"])
+    rest = jax.grad(lambda p: sum(jnp.sum(value) for value in readings(mixer, p, x)["stiffness"][1:]))(params)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(rest))
     assert set(readings(make("gated_efla"), parameters("gated_efla"), x)) == {"key_norm", "stiffness", "erase", "decay"}
 
 

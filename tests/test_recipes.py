@@ -1,0 +1,102 @@
+"""The papers' recipes: parameters counted by hand, published settings, and every one traced through a training step."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from configs import lm_1b3, lm_340m
+from efla_jax import optim, sharding
+from efla_jax.layers import MIXERS
+from efla_jax.train import settings
+from efla_jax.train.step import make_state, make_step
+
+VOCABULARY = 32000
+SIZES = {"lm_340m": (lm_340m, 1024, 2816), "lm_1b3": (lm_1b3, 2048, 5632)}  # config, width, inner width of the MLP
+
+
+def hand_count(name: str, mixer: str) -> int:
+    """Embedding and head of V D each, a final norm, and the blocks with their two norms (one without an MLP)."""
+    _, width, inner = SIZES[name]
+    mlp = 3 * width * inner
+    if mixer == "attention":  # q, k, v, o
+        depth, block = 24, 4 * width**2 + mlp + 2 * width
+    elif mixer in ("delta_net", "efla"):  # q, k, v, o; beta of width / 128 heads; three convolutions; norm of a head
+        depth, block = 24, 4 * width**2 + width * width // 128 + 3 * 4 * width + 128 + mlp + 2 * width
+    elif mixer == "mamba2":  # z, x, B, C, dt; taps and bias of x, B, C; A, dt, D of width / 32 heads; norm; out
+        heads, wide = width // 32, 2 * width
+        projections = width * (wide + wide + 128 + 128 + heads) + wide * width
+        depth, block = 48, projections + (4 + 1) * (wide + 128 + 128) + 3 * heads + wide + width
+    else:  # q, k of 3/4 and v, gate, o of 3/2 of the width; a, beta; three convolutions; A, dt; norm of a head
+        heads, keys, values = 6 * width // 1024, 3 * width // 4, 3 * width // 2
+        projections = 2 * width * keys + 3 * width * values + 2 * width * heads
+        depth, block = 21, projections + 4 * (2 * keys + values) + 2 * heads + 256 + mlp + 2 * width
+    return depth * block + 2 * VOCABULARY * width + width
+
+
+def plain_config(name: str, mixer: str) -> dict:
+    return settings.plain(SIZES[name][0].get_config(mixer))
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("name", SIZES)
+def test_every_recipe_traces_on_a_mesh_and_has_the_parameters_it_says(name, mixer):
+    """Config, checks, model, parameters split over a mesh, and a whole step of forward, backward and AdamW: all that
+    happens before a run compiles."""
+    config = plain_config(name, mixer)
+    mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+    settings.check_sections(config)
+    settings.check_train(config["train"])
+    settings.check_divisible(config, mesh.shape)
+    model = settings.build_model(config, types.SimpleNamespace(kind="tokens", vocab_size=VOCABULARY))
+    given = {"total_steps": config["train"]["steps"]}
+    optimizer, schedule = settings.section(config, "optim", optim.make_optimizer, given)
+    with jax.set_mesh(mesh):
+        state = jax.eval_shape(lambda: make_state(model, optimizer, config["seed"]))
+        count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+        shape = config["data"]["batch_size"], config["data"]["window"]
+        batch = {key: jax.ShapeDtypeStruct(shape, jnp.int32) for key in ("tokens", "targets", "segment_ids")}
+        batch["mask"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+        step = make_step(
+            model, optimizer, schedule,
+            accumulate=config["train"]["accumulate"], shardings=sharding.state_shardings(mesh, state),
+        )  # fmt: skip
+        after, report = jax.eval_shape(step, state, batch)
+    assert count == hand_count(name, mixer)
+    assert f"| {mixer} | {count:,} |" in SIZES[name][0].__doc__
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), after) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), state
+    )
+    assert report["loss"].shape == () and report["loss"].dtype == jnp.float32
+
+
+def test_a_few_counts_in_figures():
+    """Those that others publish or that fit on a line."""
+    assert hand_count("lm_340m", "efla") == 24 * (4194304 + 8192 + 12288 + 128 + 8650752 + 2048) + 65536000 + 1024
+    assert hand_count("lm_1b3", "delta_net") == 1365677056  # fla-hub/delta_net-1.3B-100B: 2.73 GB of bfloat16
+
+
+@pytest.mark.parametrize("name, batch, tokens", [("lm_340m", 2**20, 8e9), ("lm_1b3", 2**21, 50e9)])
+def test_published_settings(name, batch, tokens):
+    for mixer in SIZES[name][0].OPTIONS:
+        config = plain_config(name, mixer)
+        data, train = config["data"], config["train"]
+        assert data["batch_size"] * data["window"] == batch
+        assert (train["steps"] - 1) * batch < tokens <= train["steps"] * batch
+        assert data["batch_size"] // train["accumulate"] == 8 * 8  # rows of a device, devices
+        _, schedule = settings.section(config, "optim", optim.make_optimizer, {"total_steps": train["steps"]})
+        assert schedule(1023) == pytest.approx(3e-4) and schedule(train["steps"] - 1) == pytest.approx(3e-5)
+        wanted = {"weight_decay": 0.1, "clip_norm": 1.0, "learning_rate": 3e-4, "schedule": "cosine"}
+        assert wanted.items() <= config["optim"].items() and config["seed"] == 42
+        (options,) = config["model"]["mixer_options"].values()
+        if mixer not in ("attention", "mamba2"):  # heads of 128
+            assert options.get("head_dim", config["model"]["width"] // options["num_heads"]) == 128
+
+
+def test_both_sizes_know_every_mixer_and_refuse_others():
+    for module, *_ in SIZES.values():
+        assert set(module.OPTIONS) == set(MIXERS)
+        assert module.get_config().model.mixers == ("efla",)
+        with pytest.raises(ValueError, match="'elfa' is not one of"):
+            module.get_config("elfa")
