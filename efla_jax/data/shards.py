@@ -13,6 +13,7 @@ import io
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -215,14 +216,19 @@ class ShardWriter:
                 arrays[MASK][start:stop] = 0
         for kind, array in arrays.items():
             checksums[kind] = hashlib.sha256(array.data).hexdigest()
-            out = self._temporary(kind).open("wb")
-            out.write(array.data)
-            _sync_and_close(out)
+            with self._temporary(kind).open("wb") as out:
+                out.write(array.data)
+                _sync_and_close(out)
         for kind in checksums:
             os.replace(self._temporary(kind), self._folder / f"{self._name}.{kind}")
         sync_folder(self._folder)
         return Shard(self._name, self._split, self.tokens, len(self._ends) - 1, self._bytes, self._targets,
                      self._target_bytes, next_record, checksums)
+
+    def abandon(self) -> None:
+        """Lets go of an unfinished shard; its temporary files are overwritten by the next attempt."""
+        with suppress(OSError):  # a full disk fails here a second time
+            self._out.close()
 
     def _temporary(self, kind: str) -> Path:
         return self._folder / f"{self._name}.{kind}.tmp"

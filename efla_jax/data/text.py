@@ -77,10 +77,15 @@ class TextSplits:
     duplicates: int
 
 
+def in_split(digest: bytes, fraction: float) -> bool:
+    """Whether the first 8 bytes of a hash, read as a number in [0, 1), are below a fraction."""
+    return int.from_bytes(digest[:8], "big") < fraction * 2**64
+
+
 def in_valid_split(name: str, valid_fraction: float) -> bool:
     """Whether a document is held out: SHA-256 of its name, read as a number in [0, 1), is below valid_fraction."""
     spelt = name.encode(errors="surrogateescape")  # a file's name need not be UTF-8
-    return int.from_bytes(hashlib.sha256(spelt).digest()[:8], "big") < valid_fraction * 2**64
+    return in_split(hashlib.sha256(spelt).digest(), valid_fraction)
 
 
 def build_corpus(documents: Iterable[Document]) -> Corpus:
