@@ -6,7 +6,7 @@ from ml_collections import ConfigDict
 
 
 def base() -> ConfigDict:
-    """mesh, data, model, optim and train; see sharding.make_mesh, DataConfig, LanguageModel, make_optimizer, train.fit."""
+    """mesh, data, model, optim, train; fields: sharding.make_mesh, DataConfig, LanguageModel, make_optimizer, train."""
     config = ConfigDict()
     config.seed = 0
     config.mesh = ConfigDict(dict(data=-1, fsdp=1, tensor=1, context=1))  # -1: the devices that the others leave
@@ -14,9 +14,13 @@ def base() -> ConfigDict:
     config.model = ConfigDict(dict(width=128, mixers=("efla",), mixer_options=ConfigDict(), dtype="float32"))
     config.optim = ConfigDict(
         dict(
+            algorithm="adamw",
             learning_rate=1e-3,
+            adam_learning_rate=0.0,  # with muon, of what is not a hidden matrix; 0: learning_rate
+            momentum=0.95,  # of muon
             schedule="cosine",
             warmup_steps=0,
+            decay_steps=0,  # of wsd
             final_ratio=0.1,
             weight_decay=0.1,
             decay="matrices",
@@ -24,6 +28,7 @@ def base() -> ConfigDict:
             beta2=0.95,
             eps=1e-8,
             clip_norm=1.0,
+            ema_decay=0.0,  # of averaged parameters, which are scored then; 0: none
         )
     )
     config.train = ConfigDict(

@@ -56,10 +56,10 @@ def one_step(mesh, accumulate=1):
         check_placed(state, placed)
         step = make_step(model(), optimizer, schedule, accumulate=accumulate, shardings=placed)
         put = sharding.place(mesh, batch())
-        text = step.lower(state, put).compile().as_text()
-        state, report = step(state, put)
+        compiled = step.lower(state, put).compile()
+        state, report = compiled(state, put)
         check_placed(state, placed)
-    return jax.device_get((state.params, report["grad_norm"], report["loss"])), text
+    return jax.device_get((state.params, report["grad_norm"], report["loss"])), compiled.as_text()
 
 
 def check_placed(state, placed):

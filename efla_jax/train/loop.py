@@ -68,10 +68,13 @@ def fit(
     config.train.max_skipped steps in a row without a finite gradient."""
     clock = Clock()
     config = settings.plain(config)
+    settings.check_sections(config)
     settings.check_train(config["train"])
     mesh = settings.section(config, "mesh", sharding.make_mesh, {})
     settings.check_divisible(config, dict(mesh.shape))
     workdir = pathlib.Path(workdir)
+    if workdir.is_file():
+        raise ValueError(f"workdir: {workdir} is a file; name a folder, which may not exist yet.")
     dataset = settings.build_dataset(config)
     model = settings.build_model(config, dataset)
     precision = jax.default_matmul_precision(config["train"]["matmul_precision"])
@@ -214,49 +217,43 @@ def loop(job: Job, iterator, state: TrainState, stop: hosts.StopRequest) -> tupl
     done, told = begin, False
     with writer, contextlib.closing(compilations), Trace(job.workdir, options, begin) as trace:
         log = make_log(job, writer, compilations, begin, state.params)
-        while done < end and not told:
-            batch = next_batch(job, iterator, done + 1)
-            if batch is None:
-                break
+        while done < end and not told and (batch := next_batch(job, iterator, done + 1)) is not None:
             done += 1
+            is_due = {name: options[f"{name}_every"] and done % options[f"{name}_every"] == 0 for name in EVERY}
             trace.before(done)
-            extra = signals(state.params, batch) if signals and done % options["signals_every"] == 0 else None
+            extra = signals(state.params, batch) if signals and is_due["signals"] else None
             state, report = job.step(state, batch)
             if done == begin + 1:
                 jax.block_until_ready(report)
                 job.clock.started()
                 log.restart(done)
-            is_due = {name: options[f"{name}_every"] and done % options[f"{name}_every"] == 0 for name in EVERY}
             log.note(done, report, log=bool(is_due["log"] or extra or done in (begin + 1, end)), signals=extra)
             told = stop.reached(done)
-            fresh = {}
-            if is_due["eval"] and done < end and not told:
-                log.flush()
-                fresh = score(job, state)
-                writer.write(done, {f"{held_out}_{name}": value for name, value in fresh.items()})
-                log.restart(done)
-            if done == end:
-                log.flush()
-                scores = fresh = score(job, state)
-            if done == end or told or is_due["save"]:
-                log.flush()
-                with job.clock.on("save"):
-                    job.checkpointer.save(done, state, iterator.get_state(), metadata, fresh or None)
+            scores = {}
+            try:
+                if done == end or (is_due["eval"] and not told):
+                    log.flush()
+                    scores = score(job, state)
+                    writer.write(done, {f"{held_out}_{name}": value for name, value in scores.items()})
+                    log.restart(done)
+            finally:  # whatever happens to the scores, the steps are not lost
+                if done == end or told or is_due["save"]:
+                    log.flush()
+                    with job.clock.on("save"):
+                        job.checkpointer.save(done, state, iterator.get_state(), metadata, scores or None)
             job.checkpointer.check_for_errors()
         log.flush()
-        if done < end:
-            say(f"told to stop: step {done} of {end} is saved; go on with --resume")
-        elif begin < end:
-            writer.write(end, {f"{held_out}_{name}": value for name, value in scores.items()})
-    if done == end and begin == end:  # a finished run that is scored again has this row already
-        scores = score(job, state)
     job.checkpointer.wait()
+    if done < end:
+        say(f"told to stop: step {done} of {end} is saved; go on with --resume" if told else f"no batch after {done}")
+    elif begin == end:  # a finished run is scored again; its rows are there already
+        scores = score(job, state)
     if jax.process_index() == 0 and done > 0:
         metrics.plot_curves({job.workdir.name: job.workdir}, job.workdir / "loss.png", y_label="training loss, nats")
     return state, scores, done == end
 
 
-EVERY = ("log", "eval", "save")
+EVERY = ("log", "signals", "eval", "save")
 
 
 def next_batch(job: Job, iterator, step: int) -> dict[str, jax.Array] | None:

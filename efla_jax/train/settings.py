@@ -85,6 +85,13 @@ def build_model(config: Mapping[str, Any], dataset) -> nn.Module:
     return section(config, "model", LanguageModel, {"vocab_size": dataset.vocab_size})
 
 
+def check_sections(config: Mapping[str, Any]) -> None:
+    """Raise ValueError naming a section that is missing."""
+    for name in SECTIONS:
+        if name not in config:
+            raise ValueError(f"config.{name}: this section is missing.{nearest(name, config)}")
+
+
 def check_train(options: Mapping[str, Any]) -> None:
     """Raise ValueError unless config.train has every field of TRAIN, in range, and no other."""
     for name in options:
