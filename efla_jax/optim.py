@@ -15,7 +15,7 @@ DECAYED_NAMES = frozenset(("kernel", "embedding"))
 # A short convolution's taps and position tables are kernels and embeddings by name only.
 EXEMPT = re.compile(r"(^|_)(conv|pos|position|positions)(_|\d|$)")
 # Kernels that are not hidden matrices: first and last layers, and gates, whose outputs are one number per head each.
-OUTER = frozenset(("embed", "front", "lm_head", "head"))
+OUTER = frozenset(("embed", "front", "position", "lm_head", "head"))
 GATES = frozenset(("a_proj", "b_proj", "dt_proj"))
 SCHEDULES = ("cosine", "constant", "wsd")
 ALGORITHMS = ("adamw", "muon")
