@@ -35,7 +35,10 @@ def batch_sums(
         features, _ = model.apply(
             params, batch["tokens"], segment_ids=batch["segment_ids"], rngs=rngs, method=model.features
         )
-        logits_of = functools.partial(model.apply, params, method=model.logits)
+
+        def logits_of(x: jax.Array) -> jax.Array:
+            return cast(jax.Array, model.apply(params, x, method=model.logits))
+
         return cross_entropy(logits_of, features, batch["targets"], batch["mask"], chunk=chunk, z_loss=z_loss)
     if isinstance(model, SequenceClassifier):
         logits = cast(jax.Array, model.apply(params, batch["pixels"], rngs=rngs))

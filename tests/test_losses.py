@@ -180,7 +180,7 @@ def test_a_language_model_in_pieces(tie):
         return sums.loss + sums.z, sums
 
     close(*(jax.value_and_grad(f, has_aux=True)(params) for f in (pieces, whole)), rtol=2e-5)
-    scores = evaluate.evaluate(model, params, [batch])
+    scores = evaluate.evaluate(model, params, [jax.tree.map(np.asarray, batch)])
     sums = whole(params)[1]
     assert scores["loss"] == pytest.approx(float(sums.loss / sums.weight), rel=1e-5)
     assert scores["accuracy"] == pytest.approx(float(sums.correct / sums.weight)) and scores["weight"] == mask.sum()
