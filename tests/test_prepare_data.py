@@ -347,11 +347,11 @@ def test_hugging_face_tokenizer(hugging_face, jsonl, tmp_path):
 def test_sentencepiece(tmp_path):
     sentencepiece = pytest.importorskip("sentencepiece")
     model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXTS * 3), model_writer=model, vocab_size=60,
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXTS * 3), model_writer=model, vocab_size=30,
                                              minloglevel=2)
     (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
     tokens = load_tokenizer(TokenizerSpec(str(tmp_path / "tokenizer.model"), bos="<s>"))
-    assert (tokens.kind, tokens.vocab_size, tokens.bos_id, tokens.eos_id) == ("sentencepiece", 60, 1, 2)
+    assert (tokens.kind, tokens.vocab_size, tokens.bos_id, tokens.eos_id) == ("sentencepiece", 30, 1, 2)
     assert tokens.decode(tokens.encode("some words")) == "some words" and text_without_surprises(tokens)
     with pytest.raises(ValueError, match="bos='<nothing>' is no token"):
         load_tokenizer(TokenizerSpec(str(tmp_path / "tokenizer.model"), bos="<nothing>"))

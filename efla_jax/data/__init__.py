@@ -161,7 +161,8 @@ class TokenDataset:
         if not 1 <= config.batch_size <= total:
             raise ValueError(f"batch_size={config.batch_size} must lie between 1 and the {total} windows of the train "
                              "split; use a smaller batch, a shorter window or more text")
-        self._weights = config.weights or tuple(len(rows) / total for rows in self._train)
+        weights = config.weights or tuple(len(rows) for rows in self._train)
+        self._weights = tuple(weight / sum(weights) for weight in weights)
         self.steps_per_epoch = total / config.batch_size
 
     def _rows(self, path: str, corpora: tuple[Corpus, ...], pad_tail: bool = False) -> Source:

@@ -163,7 +163,7 @@ def open_shard(folder: Path, shard: Shard, dtype: np.dtype) -> Corpus:
         arrays[kind] = np.memmap(file, {TOKENS: dtype, OFFSETS: OFFSET_DTYPE, MASK: MASK_DTYPE}[kind], "r")
     offsets = arrays[OFFSETS]
     if offsets[0] != 0 or offsets[-1] != shard.tokens or np.any(offsets[1:] <= offsets[:-1]):
-        raise ValueError(f"file {str(folder / shard.name)!r}.{OFFSETS}: offsets must rise strictly from 0 to the "
+        raise ValueError(f"file {str(folder / shard.name) + '.offsets'!r}: offsets must rise strictly from 0 to the "
                          f"{shard.tokens} tokens of the shard: damaged; restore it or {REMEDY}")
     return Corpus(arrays[TOKENS], offsets, loss=arrays.get(MASK))
 
