@@ -37,26 +37,29 @@ def sharded(
     outside SPLITS are never split: an operator that needs all of an axis on every device gives it another letter.
     context is the name of the mesh axis over which `local` has only a part of the time, in order, or None."""
     mesh = auto_mesh()
-    if mesh is None:
-        return local(None, *arrays)
     sizes = {
         letter: size
         for array, legend in zip(arrays, legends, strict=True)
         if array is not None
         for letter, size in zip(legend, array.shape, strict=True)
     }
+    if mesh is None or 0 in sizes.values():  # XLA (jaxlib 0.11.2) crashes where it would split an empty array
+        return local(None, *arrays)
     axes: dict[str, tuple[str, ...]] = {}
     for letters, candidates in SPLITS:
         used: tuple[str, ...] = ()
         for axis in candidates:
             parts = math.prod(mesh.shape[name] for name in (*used, axis))
-            if all(size % parts == 0 and size >= parts for letter, size in sizes.items() if letter in letters):
-                used += (axis,)
+            fits = all(size % parts == 0 for letter, size in sizes.items() if letter in letters)
+            used += (axis,) if mesh.shape[axis] > 1 and fits else ()
         axes |= dict.fromkeys(letters, used)
-    context = "context" if axes["T"] and "T" in sizes and mesh.shape["context"] > 1 else None
+    context = "context" if axes["T"] and "T" in sizes else None
+    # Named somewhere, an axis of one device costs nothing; the backward sums over axes that an array does not name.
+    alone = tuple(name for name, size in mesh.shape.items() if size == 1)
 
     def spec(legend: str) -> PartitionSpec:
-        return PartitionSpec(*(axes.get(letter) for letter in legend))
+        first, *rest = (axes.get(letter, ()) for letter in legend)
+        return PartitionSpec((*first, *alone), *rest)
 
     # check_vma: a Pallas call inside would be refused.
     return jax.shard_map(
@@ -133,8 +136,7 @@ def erased(run: Callable, x: Recurrence, context: str) -> tuple[jax.Array, jax.A
         return product("bhij,bhjv->bhiv", summary[..., value_dim:], state) + summary[..., :value_dim]
 
     before, final = handed_over(apply, x.initial_state, state, context)
-    reach = o[..., value_dim:].astype(operands(x))
-    read = product("bthk,bhkv->bthv", reach, before.astype(reach.dtype))
+    read = known(x, "bthk,bhkv->bthv", o[..., value_dim:], before)
     return (o[..., :value_dim].astype(jnp.float32) + read).astype(x.u.dtype), final
 
 
@@ -151,12 +153,14 @@ def decayed(run: Callable, x: Recurrence, context: str) -> tuple[jax.Array, jax.
         return decay[..., None, None] * state + added
 
     before, final = handed_over(apply, x.initial_state, (reach[:, -1], state), context)
-    q = x.q.astype(operands(x))
-    group = before.reshape(before.shape[0], q.shape[2], -1, *before.shape[2:]).astype(q.dtype)
-    read = product("btgk,bgrkv->btgrv", q, group).reshape(o.shape)
+    group = before.reshape(before.shape[0], x.q.shape[2], -1, *before.shape[2:])
+    read = known(x, "btgk,bgrkv->btgrv", x.q, group).reshape(o.shape)
     return (o.astype(jnp.float32) + reach[..., None] * read).astype(o.dtype), final
 
 
-def operands(x: Recurrence) -> jnp.dtype:
-    """What reads a state: bfloat16 where everything is, as inside a chunk; else float32."""
-    return jnp.dtype(jnp.bfloat16 if x.q.dtype == x.k.dtype == x.u.dtype == jnp.bfloat16 else jnp.float32)
+def known(x: Recurrence, spec: str, q: jax.Array, state: jax.Array) -> jax.Array:
+    """What queries read from a state, in float32. Where all that the part itself multiplies is bfloat16, TF32 will do:
+    it has more digits. Never bfloat16: XLA on CPUs lacks that product in some layouts."""
+    rounded = x.q.dtype == x.k.dtype == x.u.dtype == jnp.bfloat16
+    precision = lax.Precision.DEFAULT if rounded else lax.Precision.HIGHEST
+    return jnp.einsum(spec, q.astype(jnp.float32), state, precision=precision)
