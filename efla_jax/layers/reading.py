@@ -28,7 +28,7 @@ class Spread(NamedTuple):
     largest: jax.Array
 
 
-NAMES = Spread("mean", "p05", "p50", "p95", "max")
+NAMES = ("mean", "p05", "p50", "p95", "max")  # of the fields of a Spread in `signals`
 
 
 def quantiles(values: jax.Array, real: jax.Array) -> tuple[jax.Array, ...]:
@@ -65,9 +65,9 @@ class Reading(nn.Module):
         largest = jnp.max(jnp.where(real[..., None], quantity, -jnp.inf), axis=(0, 1))
         stride = -(-batch * time // SAMPLE) // 2 * 2 + 1
         some = real[:, ::stride].reshape(-1)
-        low, median, high = quantiles(quantity[:, ::stride].reshape(-1, heads), some)
-        spread = jnp.where(jnp.any(some), jnp.stack([low, median, high]), 0)
-        return Spread(mean, *spread, jnp.where(jnp.any(real), largest, 0))
+        spread = jnp.stack(quantiles(quantity[:, ::stride].reshape(-1, heads), some))
+        low, median, high = jnp.where(jnp.any(some), spread, 0)
+        return Spread(mean, low, median, high, jnp.where(jnp.any(real), largest, 0))
 
 
 def read_delta_step(k, beta, erase, log_decay, segment_ids) -> None:
