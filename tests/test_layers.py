@@ -468,7 +468,8 @@ def test_quantiles_of_many_tokens_are_those_of_every_odd_th():
 def test_a_reading_costs_nothing_unless_captured_and_is_one_over_all_devices():
     """A training step through scan and remat has no sort in it, and the captured numbers do not depend on a mesh."""
     mixer = {"efla": {"num_heads": 2, "implementation": "recurrent"}}  # the quickest to compile
-    model, tokens = LanguageModel(31, WIDTH, 2, ("efla",), mixer, mlp="none", remat="full"), jnp.arange(8 * TIME).reshape(8, TIME) % 31
+    model = LanguageModel(31, WIDTH, 2, ("efla",), mixer, mlp="none", remat="full")
+    tokens = jnp.arange(8 * TIME).reshape(8, TIME) % 31
     params = jax.jit(model.init)(jax.random.key(0), tokens)
 
     def loss(params, tokens, capture):
