@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from efla_jax.sharding import ACTIVATIONS, auto_mesh, constrain, extent
+from efla_jax.sharding import ACTIVATIONS, auto_mesh, extent
 
 PIECE_BYTES = 2**28  # float32 logits of one piece on one device when `chunk` is 0
 
@@ -63,63 +64,83 @@ def cross_entropy(
 ) -> Sums:
     """`weighted_sums` of the logits of features [B, T, D] against targets and weights [B, T], `chunk` tokens at a time.
 
-    logits_of: features [..., D] -> logits [..., V], token by token. Only the logits of one piece exist at once, also in
-    the backward pass, which computes them again: one product with the head more than with chunk >= T, where there is
-    one piece. chunk counts tokens of a row on one device; 0 lets the float32 logits of a piece take about 256 MiB per
-    device. Under a mesh with a context axis every shard goes through its own tokens, so none is moved.
+    logits_of: features [b, t, D] -> logits [b, t, V], token by token and without sharding constraints of its own.
+
+    Only the logits of one piece exist at once, also in the backward pass, which computes them again: one product with
+    the head more than with chunk >= T, where there is one piece. chunk counts tokens of a row on one device; 0 lets the
+    float32 logits of a piece take about 256 MiB per device. Under a mesh every device goes through its own tokens with
+    its own copy of the head (its part of the vocabulary, under a tensor axis): tokens stay where they are, and sums and
+    the head's gradient are added over devices once, at the end, and not piece by piece.
 
     Raises ValueError for shapes that do not fit, targets that are not integers, and chunk or z_loss out of range.
     """
     _check(features, targets, mask, chunk, z_loss)
-    batch, time, _ = features.shape
     # logits_of would make NaN out of 0 times NaN in the gradient of its parameters.
     features = jnp.where((mask > 0)[..., None], features, 0)
-    shards, chunk = _pieces(logits_of, features, chunk)
-    local = time // shards
-    count = -(-local // chunk)
+    layout = _layout(features, jax.eval_shape(logits_of, features[:, :1]).shape[-1], chunk)
+    pieces = tuple(map(layout.split, (features, targets, mask)))
+    head, parameters = jax.closure_convert(logits_of, pieces[0][0, 0])
+    copies = [layout.spread(jnp.broadcast_to(x, (layout.rows * layout.columns, *x.shape))) for x in parameters]
 
     def sums(piece):
         x, ids, weights = piece
-        x = constrain(x, "batch", "time", None)
-        logits = constrain(logits_of(x), "batch", "time", "features")
+        logits = layout.spread(jax.vmap(head)(layout.spread(x), *copies), vocabulary=True)
         # Keep the logits and no exponentials of them, nor comparisons with them.
-        return jax.checkpoint(functools.partial(weighted_sums, z_loss=z_loss))(logits, ids, weights)
+        kept = jax.checkpoint(functools.partial(weighted_sums, z_loss=z_loss))
+        return jax.vmap(kept)(logits, ids, weights)
 
-    if count <= 1:
-        return sums((features, targets, mask))
-    chunk = -(-local // count)  # as even as possible: the last piece is padded to the size of the others
-
-    def split(x):
-        x = x.reshape(batch, shards, local, *x.shape[2:])
-        x = jnp.pad(x, [(0, 0), (0, 0), (0, count * chunk - local)] + [(0, 0)] * (x.ndim - 3))
-        x = jnp.moveaxis(x.reshape(batch, shards, count, chunk, *x.shape[3:]), 2, 0)
-        return x.reshape(count, batch, shards * chunk, *x.shape[4:])
-
-    # Nothing of a piece is kept for the backward pass; inside a scan nothing can be merged, so no barrier either.
-    again = jax.checkpoint(sums, prevent_cse=False)
-    start = Sums(*(jnp.zeros((), jnp.float32) for _ in Sums._fields))
-    total, _ = jax.lax.scan(
-        lambda total, piece: (jax.tree.map(jnp.add, total, again(piece)), None),
-        start,
-        (split(features), split(targets), split(mask)),
-    )
-    return total
+    if layout.count == 1:
+        total = sums(tuple(piece[0] for piece in pieces))
+    else:
+        # Nothing of a piece is kept for the backward pass; inside a scan nothing can be merged, so no barrier either.
+        again = jax.checkpoint(sums, prevent_cse=False)
+        zero = Sums(*(layout.spread(jnp.zeros(layout.rows * layout.columns, jnp.float32)) for _ in Sums._fields))
+        total, _ = jax.lax.scan(lambda so_far, piece: (jax.tree.map(jnp.add, so_far, again(piece)), None), zero, pieces)
+    return jax.tree.map(jnp.sum, total)
 
 
-def _pieces(logits_of: Callable, features: jax.Array, chunk: int) -> tuple[int, int]:
-    """Over how many shards time is split, and how many tokens of each make a piece."""
+class _Layout(NamedTuple):
+    """Which tokens a device holds, and in which pieces it goes through them."""
+
+    rows: int  # shards of the batch
+    columns: int  # shards of time
+    count: int  # pieces of each shard
+    chunk: int  # tokens of a row in a piece
+    vocabulary: str | None  # mesh axis that splits the logits
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """[B, T, ...] -> [count, rows columns, B / rows, chunk, ...], padded at each shard's end; no token moves."""
+        batch, time, *rest = x.shape
+        local = time // self.columns
+        x = x.reshape(self.rows, batch // self.rows, self.columns, local, *rest)
+        x = jnp.pad(x, [(0, 0)] * 3 + [(0, self.count * self.chunk - local)] + [(0, 0)] * len(rest))
+        x = x.reshape(self.rows, batch // self.rows, self.columns, self.count, self.chunk, *rest)
+        x = x.transpose(3, 0, 2, 1, 4, *range(5, x.ndim))
+        return x.reshape(self.count, self.rows * self.columns, batch // self.rows, self.chunk, *rest)
+
+    def spread(self, x: jax.Array, vocabulary: bool = False) -> jax.Array:
+        """x [rows columns, ...] with each entry of the first axis on the device that holds those tokens."""
+        axes = (*ACTIVATIONS["batch"],) * (self.rows > 1) + (ACTIVATIONS["time"],) * (self.columns > 1)
+        if not axes:
+            return x
+        others = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
+        if vocabulary:
+            others[-1] = self.vocabulary
+        return jax.lax.with_sharding_constraint(x, PartitionSpec(axes, *others))
+
+
+def _layout(features: jax.Array, vocabulary: int, chunk: int) -> _Layout:
     batch, time, _ = features.shape
-    vocabulary = jax.eval_shape(logits_of, features[:, :1]).shape[-1]
-    parts = {name: 1 for name in ACTIVATIONS}
-    mesh = auto_mesh()
-    if mesh is not None:
-        sizes = {"batch": batch, "time": time, "features": vocabulary}
-        extents = {name: extent(mesh.shape, ACTIVATIONS[name]) for name in sizes}
-        parts = {name: parts if sizes[name] % parts == 0 else 1 for name, parts in extents.items()}
+    mesh, sizes = auto_mesh(), {"batch": batch, "time": time, "features": vocabulary}
+    parts = {name: extent(mesh.shape, ACTIVATIONS[name]) if mesh else 1 for name in sizes}
+    parts = {name: count if sizes[name] % count == 0 else 1 for name, count in parts.items()}
+    rows, columns = parts["batch"], parts["time"]
     if not chunk:
-        row = 4 * max(1, batch // parts["batch"]) * (vocabulary // parts["features"])
-        chunk = max(1, PIECE_BYTES // row)
-    return parts["time"], chunk
+        chunk = PIECE_BYTES // max(1, 4 * (batch // rows) * (vocabulary // parts["features"]))
+    local = time // columns
+    count = max(1, -(-local // max(1, chunk)))
+    # As even as possible: the last piece is padded to the size of the others.
+    return _Layout(rows, columns, count, -(-local // count), "tensor" if parts["features"] > 1 else None)
 
 
 def _check(features: jax.Array, targets: jax.Array, mask: jax.Array, chunk: int, z_loss: float) -> None:
