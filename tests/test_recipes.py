@@ -14,6 +14,8 @@ from efla_jax.train.step import make_state, make_step
 
 VOCABULARY = 32000
 SIZES = {"lm_340m": (lm_340m, 1024, 2816), "lm_1b3": (lm_1b3, 2048, 5632)}  # config, width, inner width of the MLP
+# Every axis but one; every device along fsdp, as the config has it.
+MESHES = {"lm_340m": {"data": 1, "fsdp": 2, "tensor": 2, "context": 2}, "lm_1b3": {"data": 1, "fsdp": -1}}
 
 
 def hand_count(name: str, mixer: str) -> int:
@@ -45,7 +47,7 @@ def test_every_recipe_traces_on_a_mesh_and_has_the_parameters_it_says(name, mixe
     """Config, checks, model, parameters split over a mesh, and a whole step of forward, backward and AdamW: all that
     happens before a run compiles."""
     config = plain_config(name, mixer)
-    mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+    mesh = sharding.make_mesh(**MESHES[name])
     settings.check_sections(config)
     settings.check_train(config["train"])
     settings.check_divisible(config, mesh.shape)
@@ -82,6 +84,7 @@ def test_published_settings(name, batch, tokens):
     for mixer in SIZES[name][0].OPTIONS:
         config = plain_config(name, mixer)
         data, train = config["data"], config["train"]
+        settings.check_divisible(config, sharding.make_mesh(**config["mesh"]).shape)
         assert data["batch_size"] * data["window"] == batch
         assert (train["steps"] - 1) * batch < tokens <= train["steps"] * batch
         assert data["batch_size"] // train["accumulate"] == 8 * 8  # rows of a device, devices
