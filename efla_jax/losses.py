@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +89,7 @@ def cross_entropy(
         kept = jax.checkpoint(functools.partial(weighted_sums, z_loss=z_loss))
         return jax.vmap(kept)(logits, ids, weights)
 
-    if layout.count == 1:
+    if layout.pieces == 1:
         total = sums(tuple(piece[0] for piece in pieces))
     else:
         # Nothing of a piece is kept for the backward pass; inside a scan nothing can be merged, so no barrier either.
@@ -104,26 +104,26 @@ class _Layout(NamedTuple):
 
     rows: int  # shards of the batch
     columns: int  # shards of time
-    count: int  # pieces of each shard
+    pieces: int  # of each shard
     chunk: int  # tokens of a row in a piece
     vocabulary: str | None  # mesh axis that splits the logits
 
     def split(self, x: jax.Array) -> jax.Array:
-        """[B, T, ...] -> [count, rows columns, B / rows, chunk, ...], padded at each shard's end; no token moves."""
+        """[B, T, ...] -> [pieces, rows columns, B / rows, chunk, ...], padded at each shard's end; no token moves."""
         batch, time, *rest = x.shape
         local = time // self.columns
         x = x.reshape(self.rows, batch // self.rows, self.columns, local, *rest)
-        x = jnp.pad(x, [(0, 0)] * 3 + [(0, self.count * self.chunk - local)] + [(0, 0)] * len(rest))
-        x = x.reshape(self.rows, batch // self.rows, self.columns, self.count, self.chunk, *rest)
+        x = jnp.pad(x, [(0, 0)] * 3 + [(0, self.pieces * self.chunk - local)] + [(0, 0)] * len(rest))
+        x = x.reshape(self.rows, batch // self.rows, self.columns, self.pieces, self.chunk, *rest)
         x = x.transpose(3, 0, 2, 1, 4, *range(5, x.ndim))
-        return x.reshape(self.count, self.rows * self.columns, batch // self.rows, self.chunk, *rest)
+        return x.reshape(self.pieces, self.rows * self.columns, batch // self.rows, self.chunk, *rest)
 
     def spread(self, x: jax.Array, vocabulary: bool = False) -> jax.Array:
         """x [rows columns, ...] with each entry of the first axis on the device that holds those tokens."""
         axes = (*ACTIVATIONS["batch"],) * (self.rows > 1) + (ACTIVATIONS["time"],) * (self.columns > 1)
         if not axes:
             return x
-        others = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
+        others: list[Any] = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
         if vocabulary:
             others[-1] = self.vocabulary
         return jax.lax.with_sharding_constraint(x, PartitionSpec(axes, *others))
