@@ -121,12 +121,12 @@ class _Layout(NamedTuple):
     def spread(self, x: jax.Array, vocabulary: bool = False) -> jax.Array:
         """x [rows columns, ...] with each entry of the first axis on the device that holds those tokens."""
         axes = (*ACTIVATIONS["batch"],) * (self.rows > 1) + (ACTIVATIONS["time"],) * (self.columns > 1)
-        if not axes:
+        if not axes and self.vocabulary is None:
             return x
         others: list[Any] = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
         if vocabulary:
             others[-1] = self.vocabulary
-        return jax.lax.with_sharding_constraint(x, PartitionSpec(axes, *others))
+        return jax.lax.with_sharding_constraint(x, PartitionSpec(axes or None, *others))
 
 
 def _layout(features: jax.Array, vocabulary: int, chunk: int) -> _Layout:

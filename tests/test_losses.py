@@ -141,7 +141,7 @@ def test_the_chosen_piece_fits(monkeypatch):
         assert seen[-1] == (B, tokens, D)
 
 
-MESHES = {"tensor": {"data": 2, "tensor": 4}, "context": {"fsdp": 2, "context": 4},
+MESHES = {"vocabulary": {"tensor": 4}, "tensor": {"data": 2, "tensor": 4}, "context": {"fsdp": 2, "context": 4},
           "all": {"fsdp": 2, "tensor": 2, "context": 2}}  # fmt: skip
 
 
@@ -150,7 +150,7 @@ def test_a_mesh_changes_nothing_and_gathers_nothing(sizes):
     """Split rows, time and vocabulary: the sums and gradients of one device, every shard on its own tokens."""
     data = case(batch=4, time=24, width=8, vocabulary=32)
     expected = slopes_of(*data, chunk=3, z_loss=0.3)
-    mesh = sharding.make_mesh(**sizes)
+    mesh = sharding.make_mesh(**{"data": 1, **sizes})
     tokens = PartitionSpec(("data", "fsdp"), "context")
     where = [NamedSharding(mesh, spec) for spec in (tokens, PartitionSpec("fsdp", "tensor"), tokens, tokens)]
     step = jax.jit(lambda *data: slopes_of(*data, chunk=3, z_loss=0.3), in_shardings=where)
