@@ -336,6 +336,8 @@ def test_hugging_face_tokenizer(hugging_face, jsonl, tmp_path):
     for document in documents(tmp_path / "out", "train"):
         assert document[0] == 0 and document[-1] == 1 and not {0, 1} & set(document[1:-1])
     assert manifest.tokenizer["sha256"] == tokens.sha256 and len(tokens.sha256) == 64
+    (asked,) = prepare.encode(spec, [prepare.Document(0, "train", b"some", b"some words")])
+    assert tokens.decode(asked.tokens[: asked.untrained].tolist()) == "<s>some words"
     with pytest.raises(ValueError, match="eos='<end>' is no token of this vocabulary"):
         load_tokenizer(TokenizerSpec(str(hugging_face), eos="<end>"))
     hugging_face.write_text("{")

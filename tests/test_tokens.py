@@ -310,6 +310,7 @@ def test_each_source_goes_through_its_own_epochs(monkeypatch):
         assert len(own) == 10 * share and len(epochs) >= 3 and len({tuple(epoch) for epoch in epochs}) == len(epochs)
         assert all(sorted(epoch) == list(range(source.first, source.first + source.size)) for epoch in epochs)
         assert {sum(x in own for x in found[64 * block : 64 * block + 64]) for block in range(10)} == {share}
+    assert len({tuple(x < 100 for x in found[i : i + 64]) for i in range(0, 640, 64)}) == 10  # no order twice
     again, other = (batches.Mixture(sources, (3.0, 7.0), seed=seed) for seed in (1, 2))
     assert [int(again[i]["x"]) for i in range(639, 600, -1)] == found[639:600:-1]
     assert [int(other[i]["x"]) for i in range(64)] != found[:64]
