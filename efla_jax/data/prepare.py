@@ -12,7 +12,7 @@ import os
 import threading
 from collections import Counter, deque
 from collections.abc import Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -236,7 +236,7 @@ def _in_order(
         for batch in batches:
             yield from encode(spec, batch)
         return
-    pending = deque()
+    pending: deque[Future[list[Encoded]]] = deque()
     for batch in batches:
         pending.append(pool.submit(encode, spec, batch))
         if len(pending) > ahead:
@@ -315,9 +315,13 @@ def _pool(workers: int) -> Iterator[Executor | None]:
 
 def _end_with_parent() -> None:
     # A worker of a killed preparation would wait for work for ever.
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    def watch() -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _bar(preparation: Preparation, progress: bool) -> tqdm:

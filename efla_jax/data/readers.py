@@ -79,7 +79,7 @@ def optional(module: str, wanted_by: str) -> Any:
         raise ImportError(f"{wanted_by} needs {module}, which is not installed: pip install {module}") from error
 
 
-def _unpack(file: Path, raw: io.BufferedIOBase) -> io.BufferedIOBase:
+def _unpack(file: Path, raw: io.BufferedReader) -> io.BufferedIOBase:
     if file.suffix == ".gz":
         return gzip.GzipFile(fileobj=raw)
     if file.suffix == ".xz":
@@ -89,7 +89,7 @@ def _unpack(file: Path, raw: io.BufferedIOBase) -> io.BufferedIOBase:
     return raw
 
 
-def _zstd_chunks(file: Path, raw: io.BufferedIOBase) -> Iterator[bytes]:
+def _zstd_chunks(file: Path, raw: io.BufferedReader) -> Iterator[bytes]:
     # Not zstandard's own stream_reader: that takes a file cut inside a frame for a complete one.
     zstandard = optional("zstandard", f"file {str(file)!r}")
     frame, packed = None, b""
@@ -136,7 +136,7 @@ def _jsonl_rows(file: Path, lines: Iterable[bytes]) -> Iterator[tuple[int, Any]]
         yield number, row
 
 
-def _parquet_rows(file: Path, raw: io.BufferedIOBase, field: str) -> Iterator[tuple[int, Any]]:
+def _parquet_rows(file: Path, raw: io.BufferedReader, field: str) -> Iterator[tuple[int, Any]]:
     optional("pyarrow", f"file {str(file)!r}")
     import pyarrow
     import pyarrow.parquet
@@ -155,6 +155,7 @@ def _parquet_rows(file: Path, raw: io.BufferedIOBase, field: str) -> Iterator[tu
 def _fields(row: Any, field: str, where: str) -> tuple[bytes, bytes]:
     """(text, prompt) of a row as UTF-8."""
     names = [name for name in RESPONSES if isinstance(row, dict) and name in row]
+    chosen: tuple[str, ...]
     if isinstance(row, dict) and "prompt" in row and names:
         chosen = (names[0], "prompt")
     elif isinstance(row, dict) and field in row:

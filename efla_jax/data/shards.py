@@ -185,7 +185,7 @@ class ShardWriter:
         self._folder, self._name, self._split, self._dtype = folder, name, split, dtype
         self._out = self._temporary(TOKENS).open("wb")
         self._sha256 = hashlib.sha256()
-        self._ends, self._untrained = [0], []
+        self._ends, self._untrained = [0], list[tuple[int, int]]()
         self._bytes = self._target_bytes = self._targets = 0
 
     @property

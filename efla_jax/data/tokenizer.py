@@ -103,7 +103,9 @@ def _special(name: str, field: str, lookup: Callable[[str], int | None]) -> int:
     return token
 
 
-def _specials(spec: TokenizerSpec, vocab_size: int, lookup: Callable[[str], int | None], own_eos: int = -1):
+def _specials(
+    spec: TokenizerSpec, vocab_size: int, lookup: Callable[[str], int | None], own_eos: int = -1
+) -> tuple[int, int, int]:
     """(vocab_size, eos_id, bos_id); the vocabulary grows to hold a special token that is numbered beyond it."""
     usual = next((name for name in USUAL_EOS if lookup(name) is not None), "")
     if not spec.eos and own_eos < 0 and not usual:
@@ -144,7 +146,9 @@ def _tiktoken(spec: TokenizerSpec, content: bytes, sha256: str) -> Tokenizer:
     ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
     pattern = spec.pattern
     if not pattern and len(ranks) == GPT2_RANKS:
-        from tiktoken_ext.openai_public import r50k_pat_str as pattern
+        from tiktoken_ext import openai_public
+
+        pattern = openai_public.r50k_pat_str
     if not pattern:
         raise ValueError(f"a rank file of {len(ranks)} tokens does not say how text is split; give its regular "
                          "expression as pattern")
