@@ -280,6 +280,9 @@ def test_hugging_face_dataset(tmp_path, monkeypatch):
     run("hf:someone/books:english:test", tmp_path / "other")
     assert asked == [("someone/books", None, "train", True), ("someone/books", "english", "test", True)]
     assert len(documents(tmp_path / "out", "train")) + len(documents(tmp_path / "out", "valid")) == 60
+    for wrong in ("hf:", "hf:a:b:c:d"):
+        with pytest.raises(ValueError, match=f"path='{wrong}' must be hf:NAME, hf:NAME:CONFIG or"):
+            run(wrong, tmp_path / wrong)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match="path='hf:a' needs datasets.*pip install datasets"):
         run("hf:a", tmp_path / "third")

@@ -163,7 +163,9 @@ def _records(preparation: Preparation, bar: tqdm) -> Iterator[tuple[str, Record]
     for side in ("valid_path", "path"):
         path = getattr(preparation, side)
         if path.startswith(readers.HUB):
-            yield from ((side, record) for record in readers.read_hub(path, preparation.text_field))
+            for record in readers.read_hub(path, preparation.text_field):
+                yield side, record
+                bar.update(len(record.prompt) + len(record.text))
         elif path:
             for name, file in readers.list_files(path):
                 done = bar.n

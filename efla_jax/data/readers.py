@@ -63,7 +63,9 @@ def read_file(name: str, file: Path, field: str = "text") -> Iterator[Record]:
 
 def read_hub(path: str, field: str = "text") -> Iterator[Record]:
     """The documents of "hf:NAME", "hf:NAME:CONFIG" or "hf:NAME:CONFIG:SPLIT" (split "train"), streamed in order."""
-    name, config, split = (path.removeprefix(HUB).split(":") + ["", ""])[:3]
+    name, config, split, *rest = path.removeprefix(HUB).split(":") + ["", ""]
+    if not name or any(rest):
+        raise ValueError(f"path={path!r} must be hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT")
     datasets = optional("datasets", f"path={path!r}")
     rows = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
     for number, row in enumerate(rows, start=1):
