@@ -21,6 +21,8 @@ from efla_jax.sharding import AXES, make_mesh
 from tests.cases import packed_ids, recurrence_case
 from tests.oracle import TOLERANCE, assert_close, recurrence_and_gradients
 
+# Compilation is all of the time here; without LLVM's optimisations it takes two thirds of it.
+QUICKLY = {"xla_backend_optimization_level": 0}
 BATCH, TIME, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 4, 32, 3, 6, 8, 5
 SHAPE = dict(batch=BATCH, time=TIME, key_heads=KEY_HEADS, heads=HEADS, key_dim=KEY_DIM, value_dim=VALUE_DIM)
 NAMES = ("o", "state", "dq", "dk", "du", "derase", "dlog_decay", "dinitial_state")
@@ -45,7 +47,7 @@ def documents(time=TIME):
 
 def on_mesh(sizes, run):
     """`run`, jitted, under the mesh of these sizes (None: without one)."""
-    compiled = jax.jit(run)
+    compiled = jax.jit(run, compiler_options=QUICKLY)
 
     def call(*arguments):
         if sizes is None:
@@ -225,13 +227,13 @@ def test_what_an_axis_does_not_divide_stays_whole(sizes, shape):
 def test_eager_calls_and_other_shard_maps():
     """Without jit, and where the caller has split everything already."""
     arguments = every_argument(time=8)
-    expected = jax.jit(every_op)(arguments)
+    expected = on_mesh(None, every_op)(arguments)
     with jax.set_mesh(mesh_of((2, 2, 1, 2))):
         assert_close(every_op(arguments), expected, ALL, TOLERANCE["float32"])
         rows = PartitionSpec(("data", "fsdp"))
         specs = (*(rows,) * 6, PartitionSpec(), rows)
-        own = jax.jit(jax.shard_map(every_op, in_specs=(specs,), out_specs=rows, check_vma=False))
-        assert_close(own(arguments), expected, ALL, TOLERANCE["float32"])
+        own = jax.shard_map(every_op, in_specs=(specs,), out_specs=rows, check_vma=False)
+        assert_close(jax.jit(own)(arguments), expected, ALL, TOLERANCE["float32"])
 
 
 def test_scanned_rematerialised_and_donated():
@@ -250,9 +252,10 @@ def test_scanned_rematerialised_and_donated():
 
     weights = jnp.stack([weight, weight[::-1]]) / 4
     run = jax.value_and_grad(loss, argnums=(0, 1))
-    expected = jax.jit(run)(weights, u)
+    expected = on_mesh(None, run)(weights, u)
     with jax.set_mesh(mesh_of((1, 2, 2, 2))):
-        value, gradients = jax.jit(run, donate_argnums=(0, 1))(weights + 0, u + 0)
+        donated = jax.jit(run, donate_argnums=(0, 1), compiler_options=QUICKLY)
+        value, gradients = donated(weights + 0, u + 0)
     assert_close((value, *gradients), (expected[0], *expected[1]), ("loss", "dweights", "du"), TOLERANCE["float32"])
 
 
@@ -269,7 +272,8 @@ def collectives(sizes, op, arguments, specs, packed=True):
     where = [NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs]
     ids_at = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "context"))
     # Shardings of the results are left to XLA: it cannot want a collective that the operator has not asked for.
-    jitted = jax.jit(with_gradients(op), in_shardings=(tuple(where), ids_at if packed else None, None))
+    places = tuple(where), ids_at if packed else None, None
+    jitted = jax.jit(with_gradients(op), in_shardings=places, compiler_options=QUICKLY)
     with jax.set_mesh(mesh):
         text = jitted.lower(arguments, ids, cotangents).compile().as_text()
     return [
@@ -331,9 +335,9 @@ def test_mixers_equal_one_device(name):
     """Whole layers over packed documents that cross the parts: outputs, and gradients of inputs and parameters."""
     mixer = MIXERS[name](**{"width": WIDTH, "num_heads": 2, **OPTIONS.get(name, {})})
     rng = np.random.default_rng(3)
-    x, weight = (jnp.asarray(rng.normal(size=(BATCH, 16, WIDTH)), jnp.float32) for _ in range(2))
+    x, weight = (jnp.asarray(rng.normal(size=(BATCH, 8, WIDTH)), jnp.float32) for _ in range(2))
     params = jax.jit(mixer.init)(jax.random.key(0), x[:, :4])
-    ids = jnp.asarray(documents(16))
+    ids = jnp.asarray(documents(8))
 
     def run(params, x):
         def total(params, x):
@@ -343,7 +347,7 @@ def test_mixers_equal_one_device(name):
         return jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(params, x)
 
     (_, y), gradients = on_mesh((1, 1, 2, 4), run)(params, x)
-    (_, expected), slopes = jax.jit(run)(params, x)
+    (_, expected), slopes = on_mesh(None, run)(params, x)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(slopes)]
     values = (y, *jax.tree.leaves(gradients))
     # Norms and projections around the operator repeat and multiply its float32 errors.
