@@ -16,7 +16,7 @@ from efla_jax.layers import MIXERS
 from efla_jax.layers.block import Block, swiglu_width
 from efla_jax.layers.fields import check_choice, check_dtype, check_least, check_options, nearest
 from efla_jax.layers.initializers import kernel_initializer
-from efla_jax.layers.projections import float32_sums
+from efla_jax.layers.projections import float32_logits
 from efla_jax.ops.segments import mask_padding, positions
 from efla_jax.shapes import SegmentIds, check_segment_ids
 from efla_jax.sharding import constrain
@@ -154,7 +154,7 @@ class LanguageModel(nn.Module):
         self.drop = nn.Dropout(self.dropout)
         if not self.tie_embeddings:
             self.lm_head = nn.Dense(
-                self.vocab_size, use_bias=False, kernel_init=normal, dtype=self.dtype, dot_general=float32_sums
+                self.vocab_size, use_bias=False, kernel_init=normal, dtype=self.dtype, dot_general=float32_logits
             )
 
     @nn.nowrap
@@ -205,7 +205,7 @@ class LanguageModel(nn.Module):
         if not self.tie_embeddings:
             return self.lm_head(x)
         table = self.embed.embedding.astype(self.dtype)
-        return float32_sums(x.astype(self.dtype), table, (((x.ndim - 1,), (1,)), ((), ())))
+        return float32_logits(x.astype(self.dtype), table, (((x.ndim - 1,), (1,)), ((), ())))
 
 
 class SequenceClassifier(nn.Module):

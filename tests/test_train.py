@@ -180,7 +180,8 @@ def test_scores_do_not_depend_on_the_batching(finished):
         for i in range(len(batch["mask"]))
     ]
     one = evaluate.evaluate(run.model, run.params, rows)
-    assert one == pytest.approx(run.scores, rel=1e-5)
+    assert one == pytest.approx({name: run.scores[name] for name in one}, rel=1e-5)
+    assert run.scores["bits_per_byte"] == pytest.approx(one["bits"], rel=1e-5)  # tokens are bytes
     assert run.scores["weight"] == run.dataset.splits.valid.num_targets
     empty = [{name: value * 0 for name, value in batches[0].items()}]
     with pytest.raises(ValueError, match="nothing to score"):
@@ -190,8 +191,11 @@ def test_scores_do_not_depend_on_the_batching(finished):
 class Successor(LanguageModel):
     """Predicts token + 1, surely."""
 
-    def __call__(self, tokens, segment_ids=None, cache=None):
-        return 100.0 * jax.nn.one_hot(tokens + 1, self.vocab_size), cache
+    def features(self, tokens, segment_ids=None, cache=None):
+        return jax.nn.one_hot(tokens + 1, self.vocab_size), cache
+
+    def logits(self, x):
+        return 100.0 * x
 
 
 def test_a_rigged_model_scores_what_it_should(tmp_path):

@@ -14,9 +14,9 @@ recomputed. With cotangents dO of O and D of S':
     b = R . dO W^T        a = -strict(R . dP W^T)        X = e a
     dQ = in . dO S^T + b K                dK = out . W D^T - e in . dP S^T + b^T Q + (X + X^T) K
     de = rowsum(a . K K^T) - rowsum(K . (in . dP S^T))
-    dG = rowsum(M) - colsum(M) + rowsum(Q . (in . dO S^T)) - e rowsum(K . (in . dP S^T)) - z
-         with M = b . Q K^T + X . K K^T and z = rowsum(K . (out . W D^T)); the last row adds in_C <S, D> + sum(z)
-    dg = suffix sums of dG inside the chunk
+    dG = rowsum(M) - colsum(M) + rowsum(Q . (in . dO S^T)) - e rowsum(K . (in . dP S^T))
+         with M = b . Q K^T + X . K K^T; the last row adds in_C <S, D>
+    dg = suffix sums of dG inside the chunk, plus exclusive prefix sums of rowsum(K . (out . W D^T))
 
 The triangle is inverted by substitution and block doubling: a Neumann product would fail for nearly parallel keys.
 """
@@ -236,7 +236,7 @@ def gradients(x: Chunks, parts: Inner, starts, w, d_o, d_ends, d_u) -> tuple:
     d_k = kept.sum(-3) + product("...grij,...gik->...gjk", b.astype(dtype), x.q)
     balance = b * product("...ik,...jk->...ij", x.q, x.k)[..., None, :, :]
     left = jnp.sum(k * kept, -1)
-    d_sums = jnp.sum(q * read, -1) - left
+    d_sums = jnp.sum(q * read, -1)
     d_erase = None
     if x.erase is not None:
         gram = product("...ik,...jk->...ij", x.k, x.k)[..., None, :, :]
@@ -251,9 +251,11 @@ def gradients(x: Chunks, parts: Inner, starts, w, d_o, d_ends, d_u) -> tuple:
         d_sums -= x.erase * seen
     balance = jnp.tril(balance, -1)  # the diagonal cancels: leave it out rather than subtract it from itself
     d_sums += jnp.sum(balance, -1) - jnp.sum(balance, -2)
-    last = into[..., -1] * jnp.sum(starts * d_ends, (-1, -2)) + jnp.sum(left, -1)
-    d_sums = d_sums.at[..., -1].add(last)
-    return d_q, d_k, d_u, d_erase, lax.cumsum(d_sums, axis=d_sums.ndim - 1, reverse=True)
+    d_sums = d_sums.at[..., -1].add(into[..., -1] * jnp.sum(starts * d_ends, (-1, -2)))
+    # A token's "out" holds the decays behind it: its part goes to those by a sum over the tokens before, not by what is
+    # left of a sum over all after its own was subtracted, which under strong decay is next to nothing.
+    before = jnp.pad(lax.cumsum(left, axis=left.ndim - 1)[..., :-1], [(0, 0)] * (left.ndim - 1) + [(1, 0)])
+    return d_q, d_k, d_u, d_erase, lax.cumsum(d_sums, axis=d_sums.ndim - 1, reverse=True) + before
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7,))

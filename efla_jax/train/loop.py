@@ -123,7 +123,7 @@ def restored(config, checkpointer, begin, placed, dataset, iterator, resume: boo
     if partial["allow_partial"]:  # what the checkpoint lacks begins as in a fresh run
         target = jax.jit(begin, out_shardings=placed)()
     found = checkpointer.restore(target, **partial)
-    settings.check_unchanged(found.metadata["config"], config)
+    settings.check_unchanged(found.metadata["config"], config, found.step)
     known = found.metadata.get("tokenizer", "")
     if known != tokenizer_of(dataset):
         raise ValueError(
@@ -137,8 +137,8 @@ def restored(config, checkpointer, begin, placed, dataset, iterator, resume: boo
 
 def warm_start(state: TrainState, path, partial: dict[str, bool], optimizer, placed: TrainState) -> TrainState:
     """The state with parameters read from another run, and a report of what was loaded and what was not."""
-    params, notes = checkpoint.load_params(path, state.params, **partial)
-    say(notes)
+    params, report = checkpoint.load_params(path, state.params, **partial)
+    say(report.lines())
     opt_state = jax.jit(optimizer.init, out_shardings=placed.opt_state)(params)  # an average begins at the parameters
     return state._replace(params=params, opt_state=opt_state)
 
@@ -161,7 +161,8 @@ def describe(config: dict, workdir: pathlib.Path, mesh, dataset, model, state: T
         return
     workdir.mkdir(parents=True, exist_ok=True)
     (workdir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    table = optim.decay_table(state.params, config["optim"].get("decay", "matrices"))
+    chosen = config["optim"]
+    table = optim.decay_table(state.params, chosen.get("decay", "matrices"), chosen.get("algorithm", "adamw"))
     (workdir / "parameters.txt").write_text(table + "\n")
     count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     facts = ", ".join(f"{name} {value}" for name, value in dataset.describe().items())

@@ -135,11 +135,15 @@ def check_divisible(config: Mapping[str, Any], mesh: Mapping[str, int]) -> None:
         raise ValueError("config.mesh does not fit:\n  " + "\n  ".join(faults) + "\nChange the mesh or the sizes.")
 
 
-def check_unchanged(saved: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Raise ValueError naming every field that shapes the numbers of a run and differs from the saved one."""
+def check_unchanged(saved: Mapping[str, Any], config: Mapping[str, Any], step: int) -> None:
+    """Raise ValueError naming every field that shapes the numbers of a run, saved after `step`, and has changed.
+
+    The number of steps may change while the rate does not depend on it: always when it is constant, and with "wsd"
+    until its decay begins."""
     here = json.loads(json.dumps(config))
-    # More steps of a constant rate are the same run, longer.
-    free = FREE | ({"train.steps"} if here["optim"].get("schedule") == "constant" else set())
+    schedule = here["optim"].get("schedule")
+    steady = {"constant": step, "wsd": min(c["train"]["steps"] for c in (saved, here)) - here["optim"]["decay_steps"]}
+    free = FREE | ({"train.steps"} if step <= steady.get(schedule, -1) else set())
     changed = [
         f"config.{name}.{key}: {saved[name].get(key)!r} in the checkpoint, {here[name].get(key)!r} now"
         for name in SECTIONS
