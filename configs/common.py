@@ -61,3 +61,31 @@ def check_mixer(arg: str, known: tuple[str, ...], file: str) -> str:
     if arg and arg not in known:
         raise ValueError(f"--config={file}:{arg}: {arg!r} is not one of {known}.")
     return arg or known[0]
+
+
+def pretraining(mixer: str, options: dict, gated: dict, depth: int) -> ConfigDict:
+    """What the language-model recipes share: tokenised text, bfloat16, the published optimiser; see configs/lm_340m.py.
+
+    gated: the layout of the two gated mixers, which both have. depth: of all but those (21) and Mamba-2 (48, no MLP)."""
+    config = base()
+    config.seed = 42
+    config.data.update(dict(kind="tokens", paths=(), weights=(), packing="windows", verify=False, window=4096))
+    config.data.eval_batch_size = 64
+    config.model.depth = {"mamba2": 48, "gated_delta_net": 21, "gated_efla": 21}.get(mixer, depth)
+    config.model.mixers = (mixer,)
+    config.model.mixer_options = {mixer: (gated if mixer.startswith("gated") else {}) | options[mixer]}
+    config.model.mlp = "none" if mixer == "mamba2" else "swiglu"
+    config.model.mlp_ratio = 4.0
+    config.model.norm_eps = 1e-6
+    config.model.tie_embeddings = False
+    config.model.kernel_init = "normal"
+    config.model.init_std = 0.02
+    config.model.dtype = "bfloat16"
+    config.model.scan = True
+    config.optim.learning_rate = 3e-4
+    config.optim.warmup_steps = 1024
+    config.optim.eps = 1e-15
+    config.train.signals_every = 100
+    config.train.eval_batches = 16
+    config.train.save_every = 500
+    return config

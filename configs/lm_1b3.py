@@ -27,7 +27,7 @@ Published scores, one seed each: perplexity on WikiText and LAMBADA, mean accura
 | gated_efla | 1,387,859,704 | | | |
 """
 
-from configs.common import base, check_mixer
+from configs.common import check_mixer, pretraining
 
 GATED = {"num_heads": 12, "head_dim": 128, "expand_v": 2.0}
 OPTIONS = {
@@ -35,42 +35,20 @@ OPTIONS = {
     "attention": {"num_heads": 32, "rope_base": 10000.0},
     "mamba2": {"num_heads": 64, "state_dim": 128, "norm_eps": 1e-5},
     "delta_net": {"num_heads": 16, "negative_eigenvalues": False},
-    "gated_delta_net": {**GATED, "negative_eigenvalues": False},
-    "gated_efla": {**GATED, "step": "joint", "normalize_keys": False},
+    "gated_delta_net": {"negative_eigenvalues": False},
+    "gated_efla": {"step": "joint", "normalize_keys": False},
 }
-DEPTH = {"mamba2": 48, "gated_delta_net": 21, "gated_efla": 21}
 
 
 def get_config(arg: str = ""):
     mixer = check_mixer(arg, tuple(OPTIONS), "configs/lm_1b3.py")
-    config = base()
-    config.seed = 42
+    config = pretraining(mixer, OPTIONS, GATED, depth=24)
     config.mesh.data = 1
     config.mesh.fsdp = -1
-    config.data.kind = "tokens"
-    config.data.window = 4096
     config.data.batch_size = 512
-    config.data.eval_batch_size = 64
     config.model.width = 2048
-    config.model.depth = DEPTH.get(mixer, 24)
-    config.model.mixers = (mixer,)
-    config.model.mixer_options = {mixer: OPTIONS[mixer]}
-    config.model.mlp = "none" if mixer == "mamba2" else "swiglu"
-    config.model.mlp_ratio = 4.0
-    config.model.norm_eps = 1e-6
-    config.model.tie_embeddings = False
-    config.model.kernel_init = "normal"
-    config.model.init_std = 0.02
-    config.model.dtype = "bfloat16"
     config.model.remat = "full"
-    config.model.scan = True
-    config.optim.learning_rate = 3e-4
-    config.optim.warmup_steps = 1024
-    config.optim.eps = 1e-15
     config.train.steps = 23842
     config.train.accumulate = 8
-    config.train.signals_every = 100
     config.train.eval_every = 1000
-    config.train.eval_batches = 16
-    config.train.save_every = 500
     return config

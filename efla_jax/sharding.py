@@ -190,17 +190,20 @@ def local_rows(mesh: Mesh, batch_size: int) -> slice:
 def place(mesh: Mesh, batch: Mapping[str, np.ndarray], batch_size: int | None = None) -> dict[str, jax.Array]:
     """Numpy arrays as arrays on the mesh: the rows of `local_rows` of a batch of batch_size; None: a whole batch, which
     every process holds."""
-    placed = {}
-    for name, leaf in batch.items():
-        rows = leaf.shape[0] if batch_size is None else batch_size
-        shape, first = (rows, *leaf.shape[1:]), 0 if batch_size is None else local_rows(mesh, rows).start
+    return {name: _placed(mesh, leaf, batch_size) for name, leaf in batch.items()}
 
-        def part(index: tuple, leaf: np.ndarray = leaf, first: int = first, rows: int = rows) -> np.ndarray:
-            row = index[0] if index else slice(None)
-            return leaf[(slice((row.start or 0) - first, (rows if row.stop is None else row.stop) - first), *index[1:])]
 
-        placed[name] = jax.make_array_from_callback(shape, NamedSharding(mesh, batch_spec(leaf.ndim)), part)
-    return placed
+def _placed(mesh: Mesh, leaf: np.ndarray, batch_size: int | None) -> jax.Array:
+    rows = leaf.shape[0] if batch_size is None else batch_size
+    first = 0 if batch_size is None else local_rows(mesh, rows).start
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        row, *rest = index or (slice(None),)
+        start, stop = row.start or 0, rows if row.stop is None else row.stop
+        return leaf[(slice(start - first, stop - first), *rest)]
+
+    sharding = NamedSharding(mesh, batch_spec(leaf.ndim))
+    return jax.make_array_from_callback((rows, *leaf.shape[1:]), sharding, part)
 
 
 def describe(mesh: Mesh) -> str:

@@ -24,14 +24,16 @@ def join(heartbeat_timeout: int = 100) -> None:
     heartbeat_timeout: seconds after which a silent process counts as lost and the job ends. Raises ValueError when the
     environment names some of ENVIRONMENT but not all, or is no job at all."""
     given = {name: os.environ[name] for name in ENVIRONMENT if os.environ.get(name)}
-    numbers = {}
+    processes = own = None  # for jax to find
     if "JAX_NUM_PROCESSES" in given or "JAX_PROCESS_ID" in given:
         missing = [name for name in ENVIRONMENT if name not in given]
         if missing:
             raise ValueError(f"environment: {', '.join(given)} is set, but {', '.join(missing)} is not; set all three")
-        numbers = {"num_processes": int(given[ENVIRONMENT[1]]), "process_id": int(given[ENVIRONMENT[2]])}
+        processes, own = int(given[ENVIRONMENT[1]]), int(given[ENVIRONMENT[2]])
     try:
-        jax.distributed.initialize(heartbeat_timeout_seconds=heartbeat_timeout, **numbers)
+        jax.distributed.initialize(
+            num_processes=processes, process_id=own, heartbeat_timeout_seconds=heartbeat_timeout
+        )
     except ValueError as error:
         raise ValueError(
             f"--distributed: no job of several processes was found in the environment ({error}). Start with srun or"

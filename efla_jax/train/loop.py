@@ -137,7 +137,9 @@ def restored(config, checkpointer, begin, placed, dataset, iterator, resume: boo
 
 def warm_start(state: TrainState, path, partial: dict[str, bool], optimizer, placed: TrainState) -> TrainState:
     """The state with parameters read from another run, and a report of what was loaded and what was not."""
-    params, report = checkpoint.load_params(path, state.params, **partial)
+    params, report = checkpoint.load_params(
+        path, state.params, allow_partial=partial["allow_partial"], cast=partial["cast"]
+    )
     say(report.lines())
     opt_state = jax.jit(optimizer.init, out_shardings=placed.opt_state)(params)  # an average begins at the parameters
     return state._replace(params=params, opt_state=opt_state)
@@ -172,13 +174,14 @@ def describe(config: dict, workdir: pathlib.Path, mesh, dataset, model, state: T
 
 def make_log(job: Job, writer, compilations, begin: int, params) -> MetricLog:
     """The log of a run, with what it needs to know about model, data and devices."""
-    data, options, language = job.config["data"], job.config["train"], isinstance(job.model, LanguageModel)
+    data, options = job.config["data"], job.config["train"]
+    language = job.model if isinstance(job.model, LanguageModel) else None
     length = data["window"] if language else job.dataset.length
     peak = options["peak_tflops"] * 1e12 or flops.peak_flops(job.mesh.devices.flat[0]) or 0.0
     return MetricLog(
         writer, job.clock, compilations,
         begin=begin, limit=options["max_skipped"], tokens=data["batch_size"] * length,
-        flops_per_token=flops.train_flops_per_token(job.model, length) if language else 0.0,
+        flops_per_token=flops.train_flops_per_token(language, length) if language else 0.0,
         peak_flops=peak * job.mesh.size,
         bytes_per_token=job.dataset.bytes_per_token if language else 0.0,
         leaf_names=optim.leaf_names(params),

@@ -47,7 +47,7 @@ class Compilations:
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._hear)
 
-    def _hear(self, event: str, _seconds: float, **_) -> None:
+    def _hear(self, event: str, duration_secs: float, **_: str | int) -> None:
         self.count += event == COMPILED
 
     def close(self) -> None:
