@@ -9,7 +9,8 @@ A thin layer over orbax. A step appears under its number only when all of it is 
 complete one. With it lies a checksum of each of its files, so that a step damaged later is told from one that does not
 fit. Several processes share one file system and call everything together. `jax.set_mesh` neither helps nor disturbs.
 
-`checkpointer` saves and keeps, `restore` compares and reads, `folder` knows which steps there are and which are whole.
+`checkpointer` saves and keeps, `restore` compares and reads, `folder` knows which steps there are and which are whole,
+`barrier` lets every process of a job end when the write of one has failed.
 """
 
 from efla_jax.checkpoint.checkpointer import Checkpointer, Restored

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import time
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from efla_jax.checkpoint.barrier import SECONDS_BETWEEN_LOOKS, Barrier
 from efla_jax.checkpoint.folder import (
     damage_of,
     metrics_of,
@@ -62,10 +64,17 @@ class Checkpointer:
             self._keep.note(step, metrics_of(self.directory / str(step)))
         self._writing: int | None = None
         self._manager: ocp.CheckpointManager | None = None
+        self._barrier = Barrier() if jax.process_count() > 1 else None
         if not read_only:
-            # Lightweight: otherwise one cut file would keep the whole folder from being opened.
             options = ocp.CheckpointManagerOptions(
-                preservation_policy=self._keep, lightweight_initialize=True, cleanup_tmp_directories=True
+                preservation_policy=self._keep,
+                cleanup_tmp_directories=True,
+                # Otherwise one cut file would keep the whole folder from being opened.
+                lightweight_initialize=True,
+                # Otherwise threads outlive a folder that cannot be made, and a failed run does not end for minutes.
+                async_options=ocp.AsyncOptions(
+                    create_directories_asynchronously=False, barrier_sync_fn=self._barrier
+                ),
             )
             handlers = {"state": _StateHandler(), "data": ocp.JsonCheckpointHandler(),
                         "metadata": ocp.JsonCheckpointHandler()}  # fmt: skip
@@ -163,15 +172,19 @@ class Checkpointer:
     def check_for_errors(self) -> None:
         """Raises what stopped a background write, without waiting for one in progress: call it every step."""
         # orbax's method of this name stays silent: its finalising thread keeps the exception until somebody joins it.
-        if self._writing is not None and self._manager and not self._manager.is_saving_in_progress():
+        if self._writing is not None and not self._goes_on():
             self.wait()
 
     def wait(self) -> None:
         """Returns when everything saved so far is on disk; raises what stopped it."""
         if self._writing is None or self._manager is None:
             return
+        while self._barrier and self._goes_on():
+            time.sleep(SECONDS_BETWEEN_LOOKS)
         step, self._writing = self._writing, None
         try:
+            if self._barrier and self._barrier.failure:  # threads may be stuck: nobody joins them
+                raise RuntimeError(self._barrier.failure)
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
         except Exception as error:
@@ -182,8 +195,12 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            if self._manager:
+            if self._manager and not (self._barrier and self._barrier.failure):
                 self._manager.close()
+
+    def _goes_on(self) -> bool:
+        assert self._manager is not None
+        return self._manager.is_saving_in_progress() and not (self._barrier and self._barrier.broken())
 
     def _failed(self, step: int, error: Exception) -> NoReturn:
         assert self._manager is not None
@@ -192,8 +209,9 @@ class Checkpointer:
             for unfinished in self.directory.glob(f"{step}.orbax-checkpoint-tmp*"):
                 shutil.rmtree(unfinished, ignore_errors=True)
         self._manager.reload()  # what this save would have replaced is still there
+        remedy = "start the job again to go on" if self._barrier else "this one can be saved again"
         raise RuntimeError(f"step={step} was not saved in {self.directory} ({error}); earlier steps are untouched, and "
-                           "this one can be saved again once the cause is gone") from error
+                           f"once the cause is gone {remedy}") from error  # fmt: skip
 
     def _set_aside(self, damaged: Mapping[int, str]) -> None:
         """Frees the numbers of damaged steps; their folders stay, under another name."""
