@@ -171,6 +171,16 @@ def test_softmax_attention_equals_one_device(sizes, block, packed, monkeypatch):
     assert_close((*out, *gradients), (*expected, *slopes), ("o", "k", "v", "dq", "dk", "dv"), TOLERANCE["float32"])
 
 
+def test_softmax_attention_in_bfloat16():
+    """Against float32 on one device, from the same rounded inputs: gradients of gathered keys are summed over parts."""
+    arguments, cotangents = attention_case(dtype=jnp.bfloat16)
+    out, gradients = on_mesh((1, 1, 1, 8), with_gradients(attention))(arguments, documents(), cotangents)
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32), (arguments, cotangents))
+    expected, slopes = on_mesh(None, with_gradients(attention))(exact[0], documents(), exact[1])
+    names = ("o", "k", "v", "dq", "dk", "dv")
+    assert_close((*out, *gradients), (*expected, *slopes), names, TOLERANCE["bfloat16"])
+
+
 def test_cached_attention_splits_rows_and_heads_only():
     (q, k, v), _ = attention_case(key_heads=2)
 

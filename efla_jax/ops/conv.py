@@ -38,13 +38,13 @@ def causal_conv(
     taps = check_arguments(x, weight, bias, initial_state, segment_ids)
     if initial_state is None:
         initial_state = jnp.zeros((x.shape[0], taps - 1, x.shape[2]), x.dtype)
-    local, document = without_documents, None
-    if segment_ids is not None:
-        real, _, document = segments(segment_ids)
-        x, local, document = mask_padding(real, x), with_documents, jnp.where(real, document, -1)
-    arrays, legends = (x, weight, bias, initial_state, document), ("BTD", "WD", "D", "BPD", "BT")
-    y, state = sharded(local, arrays, legends, ("BTD", "BPD"))
-    return y if segment_ids is None else mask_padding(real, y), state
+    legends, results = ("BTD", "WD", "D", "BPD", "BT"), ("BTD", "BPD")
+    if segment_ids is None:
+        return sharded(without_documents, (x, weight, bias, initial_state), legends[:4], results)
+    real, _, document = segments(segment_ids)
+    x, document = mask_padding(real, x), jnp.where(real, document, -1)
+    y, state = sharded(with_documents, (x, weight, bias, initial_state, document), legends, results)
+    return mask_padding(real, y), state
 
 
 def check_arguments(x, weight, bias, initial_state, segment_ids) -> int:
@@ -67,7 +67,7 @@ def check_arguments(x, weight, bias, initial_state, segment_ids) -> int:
 # all that a part needs of those before it.
 
 
-def without_documents(context, x, weight, bias, state, _) -> tuple[jax.Array, jax.Array]:
+def without_documents(context, x, weight, bias, state) -> tuple[jax.Array, jax.Array]:
     """y [B, T, D] and the state after all parts, every token being real and of the document of the state."""
     count = min(state.shape[1], x.shape[1])
     seen = joined(state, gathered(x[:, x.shape[1] - count :], context))

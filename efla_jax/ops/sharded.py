@@ -102,7 +102,7 @@ def handed_over(apply: Callable, initial: Any, summary: Any, context: str) -> tu
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, part(context), keepdims=False), before), final
 
 
-LEGENDS = Recurrence("BTGK", "BTGK", "BTHV", "BTH", "BTH", "BHKV", "BT")  # type: ignore[arg-type]
+LEGENDS = ("BTGK", "BTGK", "BTHV", "BTH", "BTH", "BHKV", "BT")  # of a Recurrence
 
 
 def recurrence_over_mesh(run: Callable[[Recurrence], tuple], x: Recurrence) -> tuple[jax.Array, jax.Array]:
@@ -115,7 +115,7 @@ def recurrence_over_mesh(run: Callable[[Recurrence], tuple], x: Recurrence) -> t
             return run(x)
         return decayed(run, x, context) if x.erase is None else erased(run, x, context)
 
-    return sharded(local, x._replace(q=q, k=k), LEGENDS, ("BTHV", "BHKV"))
+    return sharded(local, tuple(x._replace(q=q, k=k)), LEGENDS, ("BTHV", "BHKV"))
 
 
 def erased(run: Callable, x: Recurrence, context: str) -> tuple[jax.Array, jax.Array]:
