@@ -66,6 +66,9 @@ def softmax_attention(
     outgrows it is a ValueError too where its length is known when the op is called; under `jit` the outputs of the
     tokens that find no slot are NaN.
 
+    Under `jax.set_mesh` with a mesh of `sharding.make_mesh` each device has its rows, heads and, without a cache, its
+    part of the queries, but the keys and values of the whole time.
+
     implementation: "chunked" (XLA, a block of queries at a time), "auto" (on a GPU cuDNN, where that supports the
     input; else "chunked"), "pallas", "triton" (no kernel yet). Raises ValueError for input that does not fit. Source:
     Attention Is All You Need (arXiv 1706.03762); grouped queries: arXiv 2305.13245.

@@ -27,6 +27,7 @@ def causal_conv(
     belongs to the document of the row's first real token; segment_ids `[B, T]`: 0 is padding, invisible wherever it
     stands, a new id begins a document. Returns y in the dtype of x (sums in float32), zero at padding, and the state
     after each row's last real token. Any T >= 0 and W >= 1. Raises ValueError for shapes or dtypes that do not fit.
+    Under `jax.set_mesh` with a mesh of `sharding.make_mesh` each device has its rows, channels and part of the time.
     Source: Mamba (arXiv 2312.00752), section 3.4.
 
     >>> import jax.numpy as jnp

@@ -39,6 +39,7 @@ def delta_rule(
     padding, a new id begins a document with an empty state. Returns o `[B, T, H, V]` in the dtype of u and the float32
     state after each row's last real token. Any T >= 0; differentiable in every floating argument
     in reverse mode ("chunked" has no forward mode, the others do). With "chunked" a NaN spoils its whole chunk too.
+    Under `jax.set_mesh` with a mesh of `sharding.make_mesh` each device has its rows, heads and part of the time.
 
     implementation: "recurrent" (the definition), "associative", "chunked" (XLA), "pallas" (GPU kernel), "auto".
     chunk_size: 16, 32, 64 or 128 tokens solved at once by "chunked". Raises ValueError for input that does not fit,
