@@ -1,24 +1,65 @@
-"""The README's Python examples run, and its tables name what exists."""
+"""The README's Python examples run, its commands can be typed, and its tables name what exists."""
 
+import importlib
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from configs import lm_340m
 from efla_jax import layers
 
-README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
 PROSE = re.sub(r"```.*?```", "", README, flags=re.S)
-EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.S)
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.S | re.M)
+EXAMPLES = [text for language, text in BLOCKS if language == "python"]
+SHELL = "".join(text for language, text in BLOCKS if not language).replace("\\\n", " ")
+COMMANDS = [line for line in SHELL.splitlines() if "python -m " in line]
 
 
 def test_there_are_examples():
-    assert len(EXAMPLES) >= 2
+    assert len(EXAMPLES) >= 3 and len(COMMANDS) >= 10
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
 def test_an_example_runs(number):
     exec(compile(EXAMPLES[number], f"README example {number}", "exec"), {})
+
+
+def has_field(config, path: str) -> bool:
+    """Whether a config has a field of this dotted path."""
+    for name in path.split("."):
+        if not hasattr(config, "keys") or name not in config:
+            return False
+        config = config[name]
+    return True
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_can_be_typed(command):
+    words = shlex.split(command, comments=True)
+    module = words[words.index("-m") + 1]
+    sources = [(ROOT / f"{name}.py").read_text() for name in (module.replace(".", "/"), "experiments/arguments")]
+    known = set(re.findall(r'DEFINE_\w+\(\s*"(\w+)"', "".join(sources)))
+    config = None
+    for word in words[words.index("-m") + 2 :]:
+        name, _, value = word.removeprefix("--").partition("=")
+        if name == "config":
+            file, _, mixer = value.partition(":")
+            config = importlib.import_module(file.removesuffix(".py").replace("/", ".")).get_config(mixer)
+        elif name.startswith("config."):
+            assert has_field(config, name.removeprefix("config.")), word
+        else:
+            assert word.startswith("--") and name in known, word
+
+
+def test_fields_named_in_prose_exist():
+    named = set(re.findall(r"`(?:-*config\.)?((?:mesh|data|model|optim|train)\.\w+)", PROSE))
+    named = {name for name in named if not name.endswith(".py")}
+    assert len(named) > 20
+    assert not [name for name in named if not has_field(lm_340m.get_config("efla"), name)]
 
 
 def test_every_mixer_stands_in_the_table():
@@ -27,6 +68,12 @@ def test_every_mixer_stands_in_the_table():
 
 
 def test_every_linked_file_exists():
-    root = Path(__file__).resolve().parent.parent
     for target in re.findall(r"\]\(([^)#]+)\)", PROSE):
-        assert target.startswith("https://") or (root / target).exists(), target
+        assert target.startswith("https://") or (ROOT / target).exists(), target
+
+
+def test_every_room_exists():
+    table = README.split("## Rooms")[1].split("\n## ")[0]
+    names = [name for row in re.findall(r"^\| (`.*?) \|", table, re.M) for name in re.findall(r"`([\w./]+)`", row)]
+    assert len(names) > 15
+    assert not [name for name in names if not ((ROOT / name).exists() or (ROOT / "efla_jax" / name).exists())]
