@@ -1,7 +1,9 @@
 """Jobs of two processes, started as users start them: equal to one process, ended by a lost peer, stopped together."""
 
+import itertools
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -15,6 +17,7 @@ from efla_jax import metrics
 from efla_jax.train import hosts
 
 STEPS = 6
+STARTED: list[subprocess.Popen] = []
 OPTIONS = [
     "--config=configs/quickstart.py:efla", "--config.data.window=24", "--config.data.batch_size=4",
     "--config.data.eval_batch_size=4", "--config.data.valid_fraction=0.2", "--config.model.width=16",
@@ -33,8 +36,8 @@ def corpus(tmp_path_factory):
     return folder
 
 
-def start(corpus, workdir, *more, devices=4, process=None, port=0):
-    """experiments.train as a process of its own, alone or as one of two."""
+def start(corpus, workdir, *more, devices=4, process=None, port=0, under=()):
+    """experiments.train as a process of its own, alone or as one of two; `under`: the command that starts it."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
     flags = []
     if process is not None:
@@ -44,10 +47,22 @@ def start(corpus, workdir, *more, devices=4, process=None, port=0):
         }  # fmt: skip
         flags = ["--distributed", "--heartbeat_timeout=10"]
     command = [sys.executable, "-m", "experiments.train", *OPTIONS, f"--config.data.path={corpus}"]
-    return subprocess.Popen(
-        [*command, f"--workdir={workdir}", *flags, *more],
+    process = subprocess.Popen(
+        [*under, *command, f"--workdir={workdir}", *flags, *more],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
+    STARTED.append(process)
+    return process
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left():
+    """Whatever a test finds, the processes it started end with it."""
+    yield
+    while STARTED:
+        process = STARTED.pop()
+        process.kill()
+        process.communicate()
 
 
 def free_port():
@@ -92,9 +107,27 @@ def test_a_lost_peer_ends_the_job_with_a_message(corpus, tmp_path):
     second.kill()
     began = time.monotonic()
     output = first.communicate(timeout=120)[0]
-    assert first.returncode != 0
+    seconds = time.monotonic() - began
+    print(f"the other process ended {seconds:.0f} s after one was killed, with status {first.returncode}")
+    assert first.returncode not in (0, None) and seconds < 60
+    assert "another task died" in output or "Connection closed by peer" in output, output[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_in_one_process_ends_both_with_its_message(corpus, tmp_path, failing):
+    """Its files may not grow any more: that of the metrics in the first process, of the checkpoint in either."""
+    often = ["--config.train.steps=100000", f"--config.train.save_every={4 * failing}"]
+    jobs = pair(corpus, tmp_path / "run", *often)
+    wait_for_step(tmp_path / "run", 5, jobs[0])
+    resource.prlimit(jobs[failing].pid, resource.RLIMIT_FSIZE, (4096, 4096))
+    began = time.monotonic()
+    outputs = [job.communicate(timeout=120)[0] for job in jobs]
+    print(f"both ended {time.monotonic() - began:.0f} s after the disk of process {failing} was full")
+    for job, output in zip(jobs, outputs, strict=True):
+        assert job.returncode == 1 and "File too large" in output, output[-2000:]
+    assert f"process {failing}: " in outputs[1 - failing]
     assert time.monotonic() - began < 60
-    assert "heartbeat" in output or "peer" in output.lower() or "unavailable" in output.lower(), output[-2000:]
 
 
 @pytest.mark.slow
@@ -139,7 +172,7 @@ class Client:
         self.store[key] = value
 
     def wait_at_barrier(self, name, timeout_in_ms):
-        self.store.setdefault("barriers", []).append(name)
+        self.store["met"] = self.store.get("met", 0) + 1
 
     def key_value_try_get(self, key):
         import jax
@@ -149,11 +182,32 @@ class Client:
         return self.store[key]
 
 
-def test_all_processes_stop_at_the_step_where_one_has_no_batch(monkeypatch):
+@pytest.fixture
+def store(monkeypatch):
+    """What the processes of a job of two have told each other."""
     store: dict = {}
     monkeypatch.setattr(hosts.jax, "process_count", lambda: 2)
     monkeypatch.setattr(hosts.ocp.multihost, "get_jax_distributed_client", lambda: Client(store))
+    monkeypatch.setattr(hosts, "TURNS", itertools.count())
+    return store
+
+
+def test_all_processes_stop_at_the_step_where_one_has_no_batch(store, monkeypatch):
     assert hosts.agree_on_next(1, True)
     assert not hosts.agree_on_next(2, False)
-    assert not hosts.agree_on_next(2, True)  # the process that had one
-    assert store["barriers"] == ["efla_jax/batches/1", "efla_jax/batches/2", "efla_jax/batches/2"]
+    assert store["met"] == 2
+    monkeypatch.setattr(hosts, "TURNS", itertools.count())  # the process that had one, and came late to step 1
+    assert hosts.agree_on_next(1, True)
+    assert not hosts.agree_on_next(2, True)
+
+
+def test_what_ends_one_process_is_told_to_the_others(store, monkeypatch):
+    assert hosts.agree_on_next(1, True)
+    with pytest.raises(OSError, match="disk is full"), hosts.ending_together():
+        raise OSError("the disk is full")
+    monkeypatch.setattr(hosts, "TURNS", itertools.count())
+    with pytest.raises(hosts.PeerFailed, match="step 2: the job ends with process 0: the disk is full"):
+        with hosts.ending_together():
+            assert hosts.agree_on_next(1, True)
+            hosts.agree_on_next(2, True)
+    assert store["met"] == 4  # it did not wait for the one that told it

@@ -6,6 +6,7 @@ one is lost, and makes all of them stop at the same step when one is told to.
 """
 
 import contextlib
+import itertools
 import os
 import signal
 from collections.abc import Iterator
@@ -15,14 +16,16 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 ENVIRONMENT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-ENDED = "efla_jax/batches/ended"
+TURN, NO_BATCH = "efla_jax/turn", "no batch"
+TURNS = itertools.count()  # how often processes have met: the same number in all of them
 
 
 def join(heartbeat_timeout: int = 100) -> None:
     """`jax.distributed.initialize` from the environment; call it before anything touches a device.
 
-    heartbeat_timeout: seconds after which a silent process counts as lost and the job ends. Raises ValueError when the
-    environment names some of ENVIRONMENT but not all, or is no job at all."""
+    heartbeat_timeout: seconds after which a silent process, or one that does not end when another has, counts as lost
+    and the job ends. Raises ValueError when the environment names some of ENVIRONMENT but not all, or is no job at
+    all."""
     given = {name: os.environ[name] for name in ENVIRONMENT if os.environ.get(name)}
     processes = own = None  # for jax to find
     if "JAX_NUM_PROCESSES" in given or "JAX_PROCESS_ID" in given:
@@ -32,7 +35,11 @@ def join(heartbeat_timeout: int = 100) -> None:
         processes, own = int(given[ENVIRONMENT[1]]), int(given[ENVIRONMENT[2]])
     try:
         jax.distributed.initialize(
-            num_processes=processes, process_id=own, heartbeat_timeout_seconds=heartbeat_timeout
+            num_processes=processes,
+            process_id=own,
+            heartbeat_timeout_seconds=heartbeat_timeout,
+            # How long the first process to end waits for the others: it may have ended with an error.
+            shutdown_timeout_seconds=heartbeat_timeout,
         )
     except ValueError as error:
         raise ValueError(
@@ -41,26 +48,55 @@ def join(heartbeat_timeout: int = 100) -> None:
         ) from error
 
 
+class PeerFailed(RuntimeError):
+    """Another process of the job has ended, or does not answer: this one cannot go on."""
+
+
 def agree_on_next(step: int, has_batch: bool, timeout: int = 600) -> bool:
     """True when every process has its batch of `step` in hand; False in all of them as soon as one has none.
 
-    Returns when all have asked, on the host, without waiting for a device; raises RuntimeError naming the processes
-    that did not ask within `timeout` seconds. A job of one process answers at once."""
+    Returns when all have asked, on the host, without waiting for a device; raises PeerFailed with what another process
+    ended with (see `ending_together`), or naming those that did not ask within `timeout` seconds. A job of one process
+    answers at once."""
     if jax.process_count() == 1:
         return has_batch
-    client = ocp.multihost.get_jax_distributed_client()
-    if not has_batch:
-        client.key_value_set(ENDED, str(step), allow_overwrite=True)
     try:
-        client.wait_at_barrier(f"efla_jax/batches/{step}", timeout_in_ms=1000 * timeout)
+        left = meet(None if has_batch else NO_BATCH, timeout)
     except jax.errors.JaxRuntimeError as error:
-        raise RuntimeError(
+        raise PeerFailed(
             f"step {step}: another process had no batch within {timeout} s; its loader is stuck or it is gone ({error})"
         ) from error
+    if left not in (None, NO_BATCH):
+        raise PeerFailed(f"step {step}: the job ends with {left}")
+    return left is None
+
+
+def meet(message: str | None, timeout: int) -> str | None:
+    """Waits for the next call of every process; the message that one of them left there, None when none did."""
+    client, turn = ocp.multihost.get_jax_distributed_client(), f"{TURN}/{next(TURNS)}"
+    if message is not None:
+        client.key_value_set(turn, message, allow_overwrite=True)
+    client.wait_at_barrier(TURN, timeout_in_ms=1000 * timeout)  # one name for all: the service never forgets any
     try:
-        return not client.key_value_try_get(ENDED)
+        return client.key_value_try_get(turn)
     except jax.errors.JaxRuntimeError:  # nobody has set it
-        return True
+        return None
+
+
+@contextlib.contextmanager
+def ending_together(timeout: int = 60) -> Iterator[None]:
+    """An error in one process, a full disk say, ends the others at their next step instead of leaving them to wait.
+
+    Where they do not come to a next step within `timeout` seconds, jax ends them once this process is gone."""
+    try:
+        yield
+    except PeerFailed:
+        raise
+    except Exception as error:
+        if jax.process_count() > 1:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                meet(f"process {jax.process_index()}: {error}", timeout)
+        raise
 
 
 class StopRequest:

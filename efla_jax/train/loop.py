@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import pathlib
+import tempfile
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -77,17 +78,18 @@ def fit(
         raise ValueError(f"workdir: {workdir} is a file; name a folder, which may not exist yet.")
     dataset = settings.build_dataset(config)
     model = settings.build_model(config, dataset)
-    precision = jax.default_matmul_precision(config["train"]["matmul_precision"])
-    with precision, jax.set_mesh(mesh), hosts.stop_on_sigterm() as stop, contextlib.ExitStack() as open_things:
+    with (
+        jax.default_matmul_precision(config["train"]["matmul_precision"]), jax.set_mesh(mesh),
+        hosts.stop_on_sigterm() as stop, contextlib.ExitStack() as open_things, hosts.ending_together(),
+    ):  # fmt: skip
         given = {"total_steps": config["train"]["steps"]}
         optimizer, schedule = settings.section(config, "optim", optim.make_optimizer, given)
         begin = functools.partial(make_state, model, optimizer, config["seed"])
         placed = sharding.state_shardings(mesh, jax.eval_shape(begin))
         keep = {name: config["train"][f"keep{name}"] for name in ("", "_period", "_best")}
-        checkpointer = Checkpointer(
+        checkpointer = open_things.enter_context(Checkpointer(
             workdir / "checkpoints", max_to_keep=keep[""], keep_period=keep["_period"], keep_best=keep["_best"]
-        )
-        open_things.enter_context(checkpointer)
+        ))  # fmt: skip
         rows = sharding.local_rows(mesh, config["data"]["batch_size"])
         iterator = open_things.enter_context(contextlib.closing(dataset.train_iterator(rows=rows)))
         partial = {"allow_partial": allow_partial, "cast": cast}
@@ -162,6 +164,8 @@ def describe(config: dict, workdir: pathlib.Path, mesh, dataset, model, state: T
     if jax.process_index():
         return
     workdir.mkdir(parents=True, exist_ok=True)
+    for folder in (workdir, workdir / "checkpoints"):
+        require_writable(folder)
     (workdir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     chosen = config["optim"]
     table = optim.decay_table(state.params, chosen.get("decay", "matrices"), chosen.get("algorithm", "adamw"))
@@ -170,6 +174,18 @@ def describe(config: dict, workdir: pathlib.Path, mesh, dataset, model, state: T
     facts = ", ".join(f"{name} {value}" for name, value in dataset.describe().items())
     say(f"{workdir}: {count:,} parameters on {mesh.size} {mesh.devices.flat[0].device_kind} of {jax.device_count()}"
         f" ({sharding.describe(mesh)}); data: {facts}")  # fmt: skip
+
+
+def require_writable(folder: pathlib.Path) -> None:
+    """Raise ValueError for a folder that takes no files: now, and not at the first save, hours later."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"workdir: {folder} cannot be written ({error.strerror}), so nothing could be saved; make it writable, or"
+            " choose another --workdir"
+        ) from error
 
 
 def make_log(job: Job, writer, compilations, begin: int, params) -> MetricLog:
