@@ -485,7 +485,6 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
                 file.write_bytes(file.read_bytes()[:5])
 
     damages = {
-        "empty": lambda d: (d / "2").mkdir(),
         "no state": lambda d: shutil.rmtree(d / "1" / "state"),
         "no data": lambda d: shutil.rmtree(d / "1" / "data"),
         "cut data": lambda d: cut(d / "1" / "data"),
@@ -495,8 +494,15 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
         directory = shutil.copytree(tmp_path / "good", tmp_path / name)
         damage(directory)
         with Checkpointer(directory) as checkpointer:
-            with pytest.raises(ValueError, match=r"step=\d in .* damaged.* an earlier step"):
+            with pytest.raises(ValueError, match=r"step=1 in .* damaged.* an earlier step"):
                 checkpointer.restore(state)
+
+    (tmp_path / "good" / "2").mkdir()  # newest, and nothing in it
+    with Checkpointer(tmp_path / "good") as checkpointer:
+        with pytest.raises(ValueError, match=r"step=2 in .* damaged.* an earlier step"):
+            checkpointer.restore(state, step=2)
+        with pytest.warns(UserWarning, match=r"step=2: .* is damaged .* moved to .*2\.damaged"):
+            assert checkpointer.restore(state).step == 1
 
 
 def test_shipped_configs_can_be_overridden_and_flag_files_are_read(tmp_path):
