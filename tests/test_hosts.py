@@ -62,7 +62,8 @@ def no_process_is_left():
     while STARTED:
         process = STARTED.pop()
         process.kill()
-        process.communicate()
+        process.wait()
+        process.stdout.close()
 
 
 def free_port():
@@ -97,6 +98,17 @@ def test_two_processes_train_save_and_go_on_as_one(corpus, tmp_path):
     assert sorted(one) == sorted(two) == list(range(1, STEPS + 4))
     np.testing.assert_allclose([two[s] for s in sorted(two)], [one[s] for s in sorted(one)], rtol=2e-5)
     assert one[STEPS + 3] < one[1] - 0.1
+
+
+@pytest.mark.slow
+def test_a_run_of_one_process_goes_on_in_two(corpus, tmp_path):
+    longer = f"--config.train.steps={STEPS + 3}"
+    ended(start(corpus, tmp_path / "run", "--config.mesh.data=1", "--config.mesh.context=1", devices=1))
+    ended(*pair(corpus, tmp_path / "run", longer, "--resume"))
+    ended(start(corpus, tmp_path / "whole", longer))
+    run, whole = losses(tmp_path / "run"), losses(tmp_path / "whole")
+    assert sorted(run) == sorted(whole) == list(range(1, STEPS + 4))
+    np.testing.assert_allclose([run[s] for s in sorted(run)], [whole[s] for s in sorted(whole)], rtol=2e-5)
 
 
 @pytest.mark.slow
