@@ -281,11 +281,12 @@ def plot_curves(
         rows = [row for row in read_rows(path) if math.isfinite(row.get(metric, math.nan))]
         if not rows:
             raise ValueError(f"run {label!r} has no finite value of metric={metric!r}; check the name in {str(path)!r}")
-        lines[label] = ([row["step"] for row in rows], _smooth([row[metric] for row in rows], smoothing))
+        lines[label] = ([row["step"] for row in rows], smooth([row[metric] for row in rows], smoothing))
     return plot_lines([Panel(lines, "step", y_label or metric, levels=levels or {})], output)
 
 
-def _smooth(values: Sequence[float], factor: float) -> np.ndarray:
+def smooth(values: Sequence[float], factor: float) -> np.ndarray:
+    """Exponential average of every value with those before it; see `plot_curves`."""
     smooth, total, weight = [], 0.0, 0.0
     for value in values:
         total, weight = factor * total + (1 - factor) * value, factor * weight + (1 - factor)
