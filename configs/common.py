@@ -66,7 +66,7 @@ def check_mixer(arg: str, known: tuple[str, ...], file: str) -> str:
 def pretraining(mixer: str, options: dict, gated: dict, depth: int) -> ConfigDict:
     """What the language-model recipes share: tokenised text, bfloat16, the published optimiser; see configs/lm_340m.py.
 
-    gated: the layout of the two gated mixers, which both have. depth: of all but those (21) and Mamba-2 (48, no MLP)."""
+    gated: the layout of the two gated mixers. depth: of all mixers but those (21) and Mamba-2 (48, no MLP)."""
     config = base()
     config.seed = 42
     config.data.update(dict(kind="tokens", paths=(), weights=(), packing="windows", verify=False, window=4096))

@@ -1,6 +1,6 @@
 """Curves of runs side by side: one panel per metric of metrics.jsonl, one line per run.
 
-    python -m experiments.curves --runs=runs/efla,runs/delta_net --metrics=loss,valid_loss,stiffness_p95 --out=curves.png
+    python -m experiments.curves --runs=runs/efla,runs/delta_net --metrics=loss,valid_loss --out=curves.png
 
 A run without a metric is left out of its panel. --smoothing=0.9 averages exponentially; --first leaves out the steps
 before it, whose losses would set the scale.

@@ -1,10 +1,10 @@
-"""Train one model: a config in, a run folder out.
+r"""Train one model: a config in, a run folder out.
 
     python -m experiments.train --config=configs/quickstart.py:efla --workdir=runs/first
     python -m experiments.train --config=configs/quickstart.py:efla --workdir=runs/first --resume
     python -m experiments.train --config=configs/lm_340m.py:efla --config.data.path=shards --workdir=runs/lm \
         --config.mesh.fsdp=8                                             # one host of eight GPUs
-    srun python -m experiments.train --distributed ... the same ...      # several hosts, one process per GPU or host
+    srun python -m experiments.train --distributed ... the same ...      # several hosts, one process per GPU
     python -m experiments.train ... --workdir=runs/tuned --init_from=runs/lm
 
 Any field of the experiment file is overridden as --config.section.field=value. SIGTERM saves and exits with status 0;
@@ -21,6 +21,7 @@ from experiments import arguments
 
 RESUME = flags.DEFINE_bool("resume", False, "go on from the latest checkpoint in --workdir, if there is one")
 INIT_FROM = flags.DEFINE_string("init_from", "", "begin with the parameters of this run's workdir, or step folder")
+INIT_PART = flags.DEFINE_enum("init_part", "params", ["params", "ema"], "of that run: its parameters, or their average")
 ALLOW_PARTIAL = flags.DEFINE_bool("allow_partial", False, "a checkpoint may lack leaves, or have others; says which")
 CAST = flags.DEFINE_bool("cast", False, "a checkpoint's leaves may have other dtypes; says which were cast")
 DISTRIBUTED = flags.DEFINE_bool("distributed", False, "join the job that srun, mpirun or the environment describes")
@@ -36,7 +37,7 @@ def main(argv: list[str]) -> None:
         hosts.join(HEARTBEAT.value)
     run = train.fit(
         arguments.CONFIG.value, arguments.WORKDIR.value, resume=RESUME.value, init_from=INIT_FROM.value,
-        allow_partial=ALLOW_PARTIAL.value, cast=CAST.value,
+        init_part=INIT_PART.value, allow_partial=ALLOW_PARTIAL.value, cast=CAST.value,
     )  # fmt: skip
     if not run.finished or jax.process_index():
         return

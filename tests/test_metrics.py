@@ -228,9 +228,9 @@ def test_curves_of_several_runs(tmp_path):
 
 
 def test_smoothing():
-    np.testing.assert_allclose(metrics._smooth([4.0, 4.0, 4.0], 0.85), [4, 4, 4])
-    np.testing.assert_allclose(metrics._smooth([1.0, 3.0], 0.5), [1, (0.5 * 1 + 3) / 1.5])
-    np.testing.assert_array_equal(metrics._smooth([1.0, 3.0, 2.0], 0.0), [1, 3, 2])
+    np.testing.assert_allclose(metrics.smooth([4.0, 4.0, 4.0], 0.85), [4, 4, 4])
+    np.testing.assert_allclose(metrics.smooth([1.0, 3.0], 0.5), [1, (0.5 * 1 + 3) / 1.5])
+    np.testing.assert_array_equal(metrics.smooth([1.0, 3.0, 2.0], 0.0), [1, 3, 2])
 
 
 def test_lines_with_a_band_over_seeds(tmp_path):

@@ -14,6 +14,7 @@ from flax import nnx
 
 from efla_jax.layers import MIXERS, Block, Reading
 from efla_jax.layers.block import swiglu_width
+from efla_jax.layers.projections import float32_logits, float32_sums
 from efla_jax.model import LanguageModel, SequenceClassifier
 from tests.oracle import relative_rms
 
@@ -381,3 +382,20 @@ else:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_logits_are_float32_and_their_cotangent_has_the_dtype_of_the_operands():
+    """Gradients are those of the plain product, up to the rounding of one bfloat16 operand."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, kernel = (jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, ((2, 5, 8), (8, 11)), strict=False))
+    weights, dimensions = jax.random.normal(keys[2], (2, 5, 11)), (((2,), (0,)), ((), ()))
+
+    def gradients(product):
+        return jax.grad(lambda x, k: jnp.sum(weights * product(x, k, dimensions, None)), argnums=(0, 1))(x, kernel)
+
+    assert float32_logits(x, kernel, dimensions).dtype == jnp.float32
+    for ours, plain in zip(gradients(float32_logits), gradients(float32_sums), strict=True):
+        assert relative_rms(ours, plain) < 8e-3
+    text = str(jax.make_jaxpr(lambda: gradients(float32_logits))())
+    wide = [line for line in text.splitlines() if "dot_general" in line and "preferred_element_type=float32" in line]
+    assert len(wide) <= 1  # the forward product alone

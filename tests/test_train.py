@@ -11,6 +11,7 @@ import pytest
 from configs import quickstart, smnist
 from efla_jax import data, evaluate, metrics, train
 from efla_jax.model import LanguageModel
+from efla_jax.train import settings
 
 STEPS = 6
 
@@ -111,6 +112,22 @@ def test_a_used_folder_or_a_changed_config_is_refused(finished):
     with pytest.raises(ValueError, match="config.train.steps: 6 in the checkpoint, 12 now"):
         train.fit(longer, run.workdir, resume=True)
     assert run.workdir.joinpath("checkpoints", "6").exists()
+
+
+@pytest.mark.parametrize("schedule, step, free", [
+    ("cosine", 3, False), ("constant", 3, True), ("wsd", 4, True), ("wsd", 5, False),
+])  # fmt: skip
+def test_the_number_of_steps_may_change_while_the_rate_is_steady(corpus, schedule, step, free):
+    config = text_config(corpus)
+    config.optim.update(schedule=schedule, decay_steps=2)
+    saved, longer = train.plain(config), train.plain(config)
+    longer["train"] = {**longer["train"], "steps": 12, "log_every": 7}
+    saved = json.loads(json.dumps(saved))
+    if free:
+        settings.check_unchanged(saved, longer, step)
+    else:
+        with pytest.raises(ValueError, match="config.train.steps: 6 in the checkpoint, 12 now"):
+            settings.check_unchanged(saved, longer, step)
 
 
 def as_list(config):

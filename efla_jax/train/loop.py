@@ -53,6 +53,7 @@ def fit(
     *,
     resume: bool = False,
     init_from: str | pathlib.Path = "",
+    init_part: str = "params",
     allow_partial: bool = False,
     cast: bool = False,
 ) -> Run:
@@ -60,7 +61,8 @@ def fit(
 
     Writes config.json, parameters.txt, metrics.jsonl (and TensorBoard events), checkpoints/ and loss.png. `resume` goes
     on from the latest complete checkpoint, if there is one: the same batches, the same numbers, also on another mesh.
-    `init_from` begins with the parameters of another run (its workdir, or a step's folder) and a fresh optimiser.
+    `init_from` begins with the parameters of another run (its workdir, or a step's folder), or with their average
+    (init_part="ema"), and a fresh optimiser.
     allow_partial and cast let a checkpoint lack or have more leaves, or have other dtypes; what was done is printed.
     SIGTERM saves and returns a Run that is not `finished`.
 
@@ -97,7 +99,7 @@ def fit(
         if state is None:
             state = jax.jit(begin, out_shardings=placed)()
             if init_from:
-                state = warm_start(state, init_from, partial, optimizer, placed)
+                state = warm_start(state, init_from, init_part, partial, optimizer, placed)
         describe(config, workdir, mesh, dataset, model, state)
         fields = ("accumulate", "loss_chunk", "z_loss")
         step = make_step(
@@ -137,10 +139,10 @@ def restored(config, checkpointer, begin, placed, dataset, iterator, resume: boo
     return found.state
 
 
-def warm_start(state: TrainState, path, partial: dict[str, bool], optimizer, placed: TrainState) -> TrainState:
+def warm_start(state: TrainState, path, part: str, partial: dict[str, bool], optimizer, placed) -> TrainState:
     """The state with parameters read from another run, and a report of what was loaded and what was not."""
     params, report = checkpoint.load_params(
-        path, state.params, allow_partial=partial["allow_partial"], cast=partial["cast"]
+        path, state.params, part=part, allow_partial=partial["allow_partial"], cast=partial["cast"]
     )
     say(report.lines())
     opt_state = jax.jit(optimizer.init, out_shardings=placed.opt_state)(params)  # an average begins at the parameters
@@ -241,7 +243,12 @@ def loop(job: Job, iterator, state: TrainState, stop: hosts.StopRequest) -> tupl
             done += 1
             is_due = {name: options[f"{name}_every"] and done % options[f"{name}_every"] == 0 for name in EVERY}
             trace.before(done)
-            extra = signals(state.params, batch) if signals and is_due["signals"] else None
+            extra = None
+            if signals and is_due["signals"]:
+                log.flush()
+                with job.clock.on("score"):
+                    extra = jax.block_until_ready(signals(state.params, batch))
+                log.restart(done - 1)
             state, report = job.step(state, batch)
             if done == begin + 1:
                 jax.block_until_ready(report)

@@ -1,5 +1,6 @@
 """What a config says, checked before anything is built or compiled: fields, values, and what the mesh must divide."""
 
+import importlib.util
 import inspect
 import json
 import math
@@ -102,6 +103,11 @@ def check_train(options: Mapping[str, Any]) -> None:
             raise ValueError(f"config.train.{name}: this field is missing; see configs/common.py.")
         if not isinstance(least, str) and options[name] < least:
             raise ValueError(f"config.train.{name}: {options[name]} is less than {least}.")
+    if options["wandb_project"] and importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            f"config.train.wandb_project: {options['wandb_project']!r} needs the package wandb, which is not installed;"
+            " install efla_jax[wandb] or leave the field empty."
+        )
     if options["matmul_precision"] not in PRECISIONS:
         raise ValueError(f"config.train.matmul_precision: {options['matmul_precision']!r} is not one of {PRECISIONS}.")
 
