@@ -42,9 +42,10 @@ class TokenWindows:
         piece = np.zeros(window + 1, np.int32)
         real = self._corpus.tokens[start : start + window + 1]
         piece[: len(real)] = real
-        documents = np.searchsorted(self._corpus.offsets, np.arange(start, start + len(real)), side="right")
+        first, last = np.searchsorted(self._corpus.offsets, (start, start + len(real) - 1), side="right")
         segments = np.zeros(window + 1, np.int32)
-        segments[: len(real)] = documents - documents[0] + 1
+        segments[0] = segments[self._corpus.offsets[first:last] - start] = 1  # where documents begin
+        segments[: len(real)] = np.cumsum(segments[: len(real)])
         mask = (segments[:-1] == segments[1:]) & (segments[1:] > 0)
         if self._corpus.loss is not None:
             mask[: len(real) - 1] &= self._corpus.loss[start + 1 : start + len(real)] > 0
