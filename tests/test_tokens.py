@@ -1,5 +1,6 @@
 """Training on tokenised shards: windows, packing, mixtures, rows of a process, resuming, damaged files."""
 
+import errno
 import json
 import os
 import pickle
@@ -410,6 +411,15 @@ def test_checksums_on_request(own, tmp_path, name):
     make(own)  # a size cannot tell
     with pytest.raises(ValueError, match=f"{name}' does not have the checksum of the manifest"):
         make(own, verify=True)
+
+
+def test_more_files_than_may_be_open(folders, monkeypatch):
+    def memmap(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(np, "memmap", memmap)
+    with pytest.raises(ValueError, match="train-00000.tokens' cannot be mapped .Too many open files.*ulimit -n"):
+        make(folders[0])
 
 
 def test_two_tokenizers_are_refused_naming_both(folders, own, tmp_path):

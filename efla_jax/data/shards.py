@@ -160,7 +160,11 @@ def open_shard(folder: Path, shard: Shard, dtype: np.dtype) -> Corpus:
         if size != expected:
             raise ValueError(f"file {str(file)!r} has {size} bytes and by the manifest {expected}: truncated, or of "
                              f"another preparation; restore it or {REMEDY}")
-        arrays[kind] = np.memmap(file, {TOKENS: dtype, OFFSETS: OFFSET_DTYPE, MASK: MASK_DTYPE}[kind], "r")
+        try:
+            arrays[kind] = np.memmap(file, {TOKENS: dtype, OFFSETS: OFFSET_DTYPE, MASK: MASK_DTYPE}[kind], "r")
+        except OSError as error:  # a mapped file stays open: two or three for each shard
+            raise ValueError(f"file {str(file)!r} cannot be mapped ({error.strerror}); if too many are open, raise "
+                             "the limit (ulimit -n), or prepare the data with a larger shard_tokens") from error
     offsets = arrays[OFFSETS]
     if offsets[0] != 0 or offsets[-1] != shard.tokens or np.any(offsets[1:] <= offsets[:-1]):
         raise ValueError(f"file {str(folder / shard.name) + '.offsets'!r}: offsets must rise strictly from 0 to the "
