@@ -47,19 +47,22 @@ def batch():
 
 
 def one_step(mesh, accumulate=1):
-    """(new params, gradient norm, loss) of one optimiser step on a mesh, and its compiled text."""
-    optimizer, schedule = optim.make_optimizer(learning_rate=1e-2, total_steps=4)
+    """(change of the parameters, gradient norm, loss) of one optimiser step on a mesh, and its compiled text.
+
+    Adam's first step is the gradient's sign; with a large eps it is the gradient, so that every entry is compared."""
+    optimizer, schedule = optim.make_optimizer(learning_rate=10.0, total_steps=4, eps=1.0, weight_decay=0.0)
     begin = functools.partial(make_state, model(), optimizer, 0)
     with jax.set_mesh(mesh):
         placed = sharding.state_shardings(mesh, jax.eval_shape(begin))
         state = jax.jit(begin, out_shardings=placed)()
         check_placed(state, placed)
         step = make_step(model(), optimizer, schedule, accumulate=accumulate, shardings=placed)
-        put = sharding.place(mesh, batch())
+        put, before = sharding.place(mesh, batch()), jax.device_get(state.params)
         compiled = step.lower(state, put).compile()
         state, report = compiled(state, put)
         check_placed(state, placed)
-    return jax.device_get((state.params, report["grad_norm"], report["loss"])), compiled.as_text()
+    change = jax.tree.map(np.subtract, jax.device_get(state.params), before)
+    return (change, float(report["grad_norm"]), float(report["loss"])), compiled.as_text()
 
 
 def check_placed(state, placed):
@@ -85,14 +88,13 @@ def full_sequence_gathers(text):
 @needs_eight
 @pytest.mark.parametrize("sizes", MESHES, ids=lambda s: "-".join(f"{k}{v}" for k, v in s.items()))
 def test_one_step_on_a_mesh_equals_one_device(sizes):
-    (params, norm, loss), text = one_step(sharding.make_mesh(**{"data": 1, **sizes}))
+    (steps, norm, loss), text = one_step(sharding.make_mesh(**{"data": 1, **sizes}))
     expected, expected_norm, expected_loss = reference()
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     assert norm == pytest.approx(expected_norm, rel=2e-5)
-    for new, old in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
-        # Adam's first step is the sign of the gradient, so that one next to zero may turn: few, and by two rates.
-        assert np.mean(np.abs(new - old) > 1e-4) < 2e-3
-        assert relative_rms(new, old) < 2e-2
+    names = optim.leaf_names(expected)
+    for name, ours, theirs in zip(names, jax.tree.leaves(steps), jax.tree.leaves(expected), strict=True):
+        assert relative_rms(ours, theirs) < 1e-4, name  # float32 sums in another order, two layers deep
     if "context" not in sizes:
         assert not full_sequence_gathers(text)
 
