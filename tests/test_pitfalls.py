@@ -18,7 +18,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from configs import quickstart, smnist
-from efla_jax import data, metrics, ops, optim, train
+from efla_jax import data, metrics, ops, optim, sharding, train
 from efla_jax.checkpoint import Checkpointer
 from efla_jax.data import images, text
 from efla_jax.generate import Sampling, sample
@@ -331,6 +331,23 @@ def test_checkpoint_and_vmap_around_a_mixer(name):
     tree_close(jax.jit(jax.grad(jax.checkpoint(loss)))(params, x, ids), plain)
     each = jax.jit(jax.vmap(lambda x, ids: jax.grad(loss)(params, x[None], ids[None])))(x, ids)
     tree_close(jax.tree.map(lambda leaf: leaf.sum(0), each), plain)
+
+
+def test_gradients_per_example_on_a_mesh_that_splits_time():
+    """Beyond: vmap of a gradient through an operator under context parallelism was refused by jax."""
+    (q, k, u, _, decay, _), _ = recurrence_case("random", **{**ONE, "batch": 2, "time": 6})
+
+    def per_example(*arguments):
+        def loss(*row):
+            o, _ = ops.linear_attention(*(x[None] for x in row), implementation="recurrent")
+            return jnp.sum(o**2)
+
+        return jax.vmap(jax.grad(loss, argnums=(0, 1, 2, 3)))(*arguments)
+
+    alone = jax.jit(per_example)(q, k, u, decay)
+    with jax.set_mesh(sharding.make_mesh(data=1, context=2, devices=jax.devices()[:2])):
+        spread = jax.jit(per_example)(q, k, u, decay)
+    tree_close(jax.device_get(spread), alone)
 
 
 def test_donated_caches_and_gradients_through_decoding():

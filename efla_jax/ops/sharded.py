@@ -93,7 +93,8 @@ def gathered(x: jax.Array, context: str | None) -> jax.Array:
 def handed_over(apply: Callable, initial: Any, summary: Any, context: str) -> tuple[Any, Any]:
     """(state before this device's part, state after the last part), where apply(state, summary) takes a state over the
     part that a device has summarised."""
-    every = jax.tree.map(lambda x: lax.all_gather(x, context), summary)
+    # Tiled: vmap of the gradient of an untiled one that a scan reads is refused by jax 0.11.2.
+    every = jax.tree.map(lambda x: lax.all_gather(x[None], context, tiled=True), summary)
 
     def step(state, summary):
         return apply(state, summary), state
