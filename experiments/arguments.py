@@ -57,7 +57,7 @@ def run(main: Callable[[list[str]], None]) -> None:
             logging.set_verbosity(logging.WARNING)
         try:
             main(argv)
-        except (ValueError, FloatingPointError, OSError, ImportError) as error:
+        except (ValueError, FloatingPointError, OSError, ImportError, RuntimeError) as error:
             if flags.FLAGS.traceback:
                 raise
             print(f"error: {error}\n(--traceback shows where)", file=sys.stderr)

@@ -11,7 +11,7 @@ import pytest
 from configs import quickstart, smnist
 from efla_jax import data, evaluate, metrics, train
 from efla_jax.model import LanguageModel
-from efla_jax.train import settings
+from efla_jax.train import loop, settings
 
 STEPS = 6
 
@@ -185,6 +185,19 @@ def test_a_run_that_learns_nothing_stops(corpus, tmp_path):
     config.optim.learning_rate, config.train.steps, config.train.max_skipped = 1e30, 30, 2
     with pytest.raises(FloatingPointError, match="not finite in the last .* up to .* First such gradient: params"):
         train.fit(config, tmp_path / "run")
+
+
+def test_a_run_whose_data_end_saves_where_it_stands(finished, tmp_path, monkeypatch):
+    config, whole = finished
+    given = loop.next_batch
+    monkeypatch.setattr(loop, "next_batch", lambda job, it, step: given(job, it, step) if step < 5 else None)
+    run = train.fit(config, tmp_path / "ended")
+    assert not run.finished and run.scores == {}
+    monkeypatch.undo()
+    resumed = train.fit(config, tmp_path / "ended", resume=True)
+    assert resumed.finished
+    for a, b in zip(leaves(resumed.params), leaves(whole.params), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_a_run_with_everything_on(corpus, tmp_path):

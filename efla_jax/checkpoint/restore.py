@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from efla_jax.checkpoint.folder import newest_intact, require_intact, steps_of
+from efla_jax.checkpoint.folder import newest_intact, read_json, require_intact, steps_of
 
 PyTree = Any
 SHOWN = 20  # differences or names in one message
@@ -17,13 +17,15 @@ PARTS = {"params": "params", "ema": "opt_state/ema"}  # of a state, for `load_pa
 
 
 class Report(NamedTuple):
-    """What reading did with each leaf, by its path: `missing` were kept as given, `unused` stayed on disk."""
+    """What reading did with each leaf, by its path: `missing` were kept as given, `unused` stayed on disk; and the
+    metadata that was saved with the step (None where there is none)."""
 
     folder: Path
     loaded: tuple[str, ...]
     missing: tuple[str, ...]
     unused: tuple[str, ...]
     cast: tuple[str, ...]
+    metadata: Any = None
 
     def lines(self) -> tuple[str, ...]:
         """For people: where leaves were read, and a line for each kind of exception that was made."""
@@ -52,7 +54,8 @@ def load_params(path: str | Path, abstract_params: PyTree, *, part: str = "param
         for number, reason in damaged.items():
             warnings.warn(f"passed over step={number}: {root / str(number)} is damaged ({reason})", stacklevel=2)
         folder = root / str(step)
-    return read_state(folder, PARTS[part], abstract_params, allow_partial, cast)
+    params, report = read_state(folder, PARTS[part], abstract_params, allow_partial, cast)
+    return params, report._replace(metadata=read_json(folder, "metadata").get("value"))
 
 
 def read_state(folder: Path, part: str, wanted: PyTree, allow_partial: bool, cast: bool) -> tuple[PyTree, Report]:

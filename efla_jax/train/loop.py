@@ -76,22 +76,20 @@ def fit(
     mesh = settings.section(config, "mesh", sharding.make_mesh, {})
     settings.check_divisible(config, dict(mesh.shape))
     workdir = pathlib.Path(workdir)
-    if workdir.is_file():
-        raise ValueError(f"workdir: {workdir} is a file; name a folder, which may not exist yet.")
+    require_folder(workdir)
     dataset = settings.build_dataset(config)
     model = settings.build_model(config, dataset)
     with (
         jax.default_matmul_precision(config["train"]["matmul_precision"]), jax.set_mesh(mesh),
         hosts.stop_on_sigterm() as stop, contextlib.ExitStack() as open_things, hosts.ending_together(),
     ):  # fmt: skip
-        given = {"total_steps": config["train"]["steps"]}
-        optimizer, schedule = settings.section(config, "optim", optim.make_optimizer, given)
+        steps = {"total_steps": config["train"]["steps"]}
+        optimizer, schedule = settings.section(config, "optim", optim.make_optimizer, steps)
         begin = functools.partial(make_state, model, optimizer, config["seed"])
         placed = sharding.state_shardings(mesh, jax.eval_shape(begin))
-        keep = {name: config["train"][f"keep{name}"] for name in ("", "_period", "_best")}
-        checkpointer = open_things.enter_context(Checkpointer(
-            workdir / "checkpoints", max_to_keep=keep[""], keep_period=keep["_period"], keep_best=keep["_best"]
-        ))  # fmt: skip
+        kept = {"max_to_keep": "keep", "keep_period": "keep_period", "keep_best": "keep_best"}
+        saving = {name: config["train"][field] for name, field in kept.items()}
+        checkpointer = open_things.enter_context(Checkpointer(workdir / "checkpoints", **saving))
         rows = sharding.local_rows(mesh, config["data"]["batch_size"])
         iterator = open_things.enter_context(contextlib.closing(dataset.train_iterator(rows=rows)))
         partial = {"allow_partial": allow_partial, "cast": cast}
@@ -99,16 +97,21 @@ def fit(
         if state is None:
             state = jax.jit(begin, out_shardings=placed)()
             if init_from:
-                state = warm_start(state, init_from, init_part, partial, optimizer, placed)
+                again = jax.jit(optimizer.init, out_shardings=placed.opt_state)
+                state = warm_start(state, init_from, init_part, partial, tokenizer_of(dataset), again)
         describe(config, workdir, mesh, dataset, model, state)
-        fields = ("accumulate", "loss_chunk", "z_loss")
-        step = make_step(
-            model, optimizer, schedule, shardings=placed, **{name: config["train"][name] for name in fields}
-        )
+        fields = {name: config["train"][name] for name in ("accumulate", "loss_chunk", "z_loss")}
+        step = make_step(model, optimizer, schedule, shardings=placed, **fields)
         job = Job(config, workdir, mesh, dataset, model, step, checkpointer, clock)
         state, scores, finished = loop(job, iterator, state, stop)
         params = optim.evaluation_params(state.params, state.opt_state)
     return Run(model, params, dataset, scores, workdir, finished)
+
+
+def require_folder(workdir: pathlib.Path) -> None:
+    """Raise ValueError if something else has the name."""
+    if workdir.is_file():
+        raise ValueError(f"workdir: {workdir} is a file; name a folder, which may not exist yet.")
 
 
 def restored(config, checkpointer, begin, placed, dataset, iterator, resume: bool, partial) -> TrainState | None:
@@ -139,14 +142,19 @@ def restored(config, checkpointer, begin, placed, dataset, iterator, resume: boo
     return found.state
 
 
-def warm_start(state: TrainState, path, part: str, partial: dict[str, bool], optimizer, placed) -> TrainState:
+def warm_start(state: TrainState, path, part: str, partial, tokenizer: str, init_optimizer) -> TrainState:
     """The state with parameters read from another run, and a report of what was loaded and what was not."""
     params, report = checkpoint.load_params(
         path, state.params, part=part, allow_partial=partial["allow_partial"], cast=partial["cast"]
     )
     say(report.lines())
-    opt_state = jax.jit(optimizer.init, out_shardings=placed.opt_state)(params)  # an average begins at the parameters
-    return state._replace(params=params, opt_state=opt_state)
+    known = (report.metadata or {}).get("tokenizer", tokenizer)
+    if known != tokenizer and not partial["allow_partial"]:
+        raise ValueError(
+            f"init_from: {path} was trained with tokenizer {known!r}, the data here has {tokenizer!r}: its embeddings"
+            " mean other tokens. Give data of that tokenizer, or --allow_partial to begin with them all the same."
+        )
+    return state._replace(params=params, opt_state=init_optimizer(params))  # an average begins at the parameters
 
 
 def tokenizer_of(dataset) -> str:
@@ -230,7 +238,6 @@ def loop(job: Job, iterator, state: TrainState, stop: hosts.StopRequest) -> tupl
     begin, end = int(state.step), options["steps"]
     compilations = Compilations()
     signals = make_signals(job.model) if options["signals_every"] and isinstance(job.model, LanguageModel) else None
-    metadata = {"config": json.loads(json.dumps(job.config)), "tokenizer": tokenizer_of(job.dataset)}
     writer = metrics.Writer(
         job.workdir, start_step=begin + 1, total_steps=end, print_every=options["log_every"],
         wandb_project=options["wandb_project"], config=job.config,
@@ -266,13 +273,14 @@ def loop(job: Job, iterator, state: TrainState, stop: hosts.StopRequest) -> tupl
             finally:  # whatever happens to the scores, the steps are not lost
                 if done == end or told or is_due["save"]:
                     log.flush()
-                    with job.clock.on("save"):
-                        job.checkpointer.save(done, state, iterator.get_state(), metadata, scores or None)
+                    save(job, done, state, iterator, scores)
             job.checkpointer.check_for_errors()
         log.flush()
+    if begin < done < end and not told and job.checkpointer.latest_step() != done:
+        save(job, done, state, iterator, {})
     job.checkpointer.wait()
     if done < end:
-        say(f"told to stop: step {done} of {end} is saved; go on with --resume" if told else f"no batch after {done}")
+        say(f"{'told to stop' if told else 'no more data'}: step {done} of {end} is saved; go on with --resume")
     elif begin == end:  # a finished run is scored again; its rows are there already
         scores = score(job, state)
     if jax.process_index() == 0 and done > 0:
@@ -281,6 +289,13 @@ def loop(job: Job, iterator, state: TrainState, stop: hosts.StopRequest) -> tupl
 
 
 EVERY = ("log", "signals", "eval", "save")
+
+
+def save(job: Job, step: int, state: TrainState, iterator, scores: dict[str, float]) -> None:
+    """Begin to write the checkpoint of a step."""
+    metadata = {"config": json.loads(json.dumps(job.config)), "tokenizer": tokenizer_of(job.dataset)}
+    with job.clock.on("save"):
+        job.checkpointer.save(step, state, iterator.get_state(), metadata, scores or None)
 
 
 def next_batch(job: Job, iterator, step: int) -> dict[str, jax.Array] | None:
