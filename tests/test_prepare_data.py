@@ -198,6 +198,8 @@ def test_other_settings_in_the_same_folder_are_refused(jsonl, tmp_path):
     (tmp_path / "more.jsonl").write_text(jsonl.read_text() * 2)
     with pytest.raises(ValueError, match="path_files"):
         run(tmp_path / "more.jsonl", tmp_path / "out")
+    with pytest.raises(ValueError, match="more.jsonl' is a file; name a folder"):
+        run(jsonl, tmp_path / "more.jsonl")
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "thesis.tex").write_text("precious")
     with pytest.raises(ValueError, match="holds other files .thesis.tex.*empty folder"):
@@ -343,6 +345,8 @@ def test_hugging_face_tokenizer(hugging_face, jsonl, tmp_path):
     assert tokens.decode(asked.tokens[: asked.untrained].tolist()) == "<s>some words"
     with pytest.raises(ValueError, match="eos='<end>' is no token of this vocabulary"):
         load_tokenizer(TokenizerSpec(str(hugging_face), eos="<end>"))
+    with pytest.raises(ValueError, match="eos='4000000000' must be a number below 2147483647"):
+        load_tokenizer(TokenizerSpec(str(hugging_face), eos="4000000000"))
     hugging_face.write_text("{")
     load_tokenizer.cache_clear()
     with pytest.raises(ValueError, match="tokenizer=.*tokenizer.json"):

@@ -390,6 +390,7 @@ def edit(key, value):
         ("manifest.json", edit("version", 2), "manifest.json.*of version 2 and this library reads 1"),
         ("manifest.json", edit("dtype", "uint32"), "manifest.json.*cannot be"),
         ("manifest.json", edit("eos_id", 256), "manifest.json.*cannot be"),
+        ("manifest.json", edit("sha256", ""), "manifest.json.*cannot be"),
         ("manifest.json", edit("split", "test"), "manifest.json.*cannot be"),
         ("manifest.json", edit("name", "../own/train-00000"), "manifest.json.*cannot be"),
         ("manifest.json", edit("tokens", "many"), "manifest.json.*Type(Check)?Error"),
@@ -454,6 +455,8 @@ def test_more_wrong_input(folders, tmp_path):
         make(folders[0]).eval_batches("test")
     with pytest.raises(ValueError, match="names a folder twice"):
         make(paths=folders[:1] * 2)
+    with pytest.raises(ValueError, match="names a folder twice"):
+        make(paths=(folders[0], f"{folders[0]}/../a/"))
     path = write(tmp_path, "all", 0, 20, valid_fraction=0.0)
     with pytest.raises(ValueError, match="the valid split of .*all' is empty; prepare the data with a larger"):
         make(path)

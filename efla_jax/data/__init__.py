@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from efla_jax.data import images, text, windows
 from efla_jax.data.baselines import bigram_bits_per_byte, lzma_bits_per_byte
@@ -214,7 +215,7 @@ def _token_paths(config: DataConfig) -> tuple[str, ...]:
     paths = config.paths or (config.path,)
     if config.weights and (len(config.weights) != len(paths) or not all(0 < w < math.inf for w in config.weights)):
         raise ValueError(f"weights={config.weights} must be {len(paths)} positive numbers, one for each of the paths")
-    if len(set(paths)) < len(paths):
+    if len({Path(path).expanduser().resolve() for path in paths}) < len(paths):
         raise ValueError(f"paths={paths} names a folder twice; give it a larger weight instead")
     return paths
 

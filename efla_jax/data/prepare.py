@@ -78,6 +78,8 @@ def prepare(preparation: Preparation, folder: str, workers: int = 1, progress: b
         raise ValueError(f"workers={workers} must be >= 0; 0 tokenises in this process")
     _check(preparation)
     tokenizer, target = load_tokenizer(preparation.tokenizer), Path(folder).expanduser()
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"folder {str(target)!r} is a file; name a folder, which may not exist yet")
     target.mkdir(parents=True, exist_ok=True)
     with _locked(target):
         manifest, done = _begun(target, _blank(preparation, tokenizer))
@@ -93,7 +95,7 @@ def prepare(preparation: Preparation, folder: str, workers: int = 1, progress: b
             if not manifest.total("documents", split):
                 raise ValueError(f"the {split} split of path={preparation.path!r} is empty ({dict(counts)}, "
                                  f"valid_fraction={preparation.valid_fraction}); give more documents, another fraction "
-                                 "or a valid_path")
+                                 "or a valid_path, and another folder, as this one keeps its settings")
         for shard in manifest.shards:
             shards.verify_shard(target, shard)
         manifest.write(target / shards.MANIFEST)

@@ -112,7 +112,8 @@ def read_manifest(file: Path) -> Manifest:
         wrong = manifest.dtype != token_dtype(manifest.tokenizer["vocab_size"]) or any(
             shard.split not in SPLITS or shard.tokens < 1 or shard.documents < 1 or "/" in shard.name
             or not {TOKENS, OFFSETS} <= set(shard.checksums) <= {TOKENS, OFFSETS, MASK} for shard in shards)
-        if wrong or not 0 <= manifest.tokenizer["eos_id"] < manifest.tokenizer["vocab_size"]:
+        known = manifest.tokenizer
+        if wrong or not known["sha256"] or not 0 <= known["eos_id"] < known["vocab_size"]:
             raise ValueError("a dtype, split, name, count or token id in it cannot be")
         return manifest
     except (OSError, ValueError, KeyError, TypeError) as error:

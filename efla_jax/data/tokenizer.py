@@ -22,6 +22,7 @@ BYTES = "bytes"
 # The end of a document in published vocabularies, tried in this order where no name is given.
 USUAL_EOS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 GPT2_RANKS = 50256
+LAST_ID = 2**31 - 1
 RANK_LINE = re.compile(rb"[A-Za-z0-9+/=]+ \d+\s")
 
 
@@ -100,6 +101,9 @@ def _special(name: str, field: str, lookup: Callable[[str], int | None]) -> int:
     token = int(name) if name.isdecimal() else lookup(name)
     if token is None:
         raise ValueError(f"{field}={name!r} is no token of this vocabulary; give its text or its number")
+    if token >= LAST_ID:
+        raise ValueError(f"{field}={name!r} must be a number below {LAST_ID}, as batches hold int32; the vocabulary "
+                         "grows up to it, so give the next free one")
     return token
 
 
