@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from efla_jax.sharding import path_of
+
 DECAYED_NAMES = frozenset(("kernel", "embedding"))
 # A short convolution's taps and position tables are kernels and embeddings by name only.
 EXEMPT = re.compile(r"(^|_)(conv|pos|position|positions)(_|\d|$)")
@@ -232,7 +234,7 @@ def _squares(tree: optax.Updates) -> list[jax.Array]:
 
 def leaf_names(tree: optax.Params) -> list[str]:
     """Path of each leaf, in the order of `first_bad`."""
-    return [_path(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return [path_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def first_bad(gradients: optax.Updates) -> jax.Array:
@@ -290,12 +292,8 @@ def algorithms(params: optax.Params) -> optax.Params:
     head: an orthogonal update would move the gates of all heads by the same amount, however small their gradients.
     """
     return jax.tree_util.tree_map_with_path(
-        lambda keys, leaf: "muon" if _hidden_matrix(_path(keys), leaf) else "adamw", params
+        lambda keys, leaf: "muon" if _hidden_matrix(path_of(keys), leaf) else "adamw", params
     )
-
-
-def _path(keys: tuple) -> str:
-    return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
 def decay_mask(params: optax.Params) -> optax.Params:
@@ -304,7 +302,7 @@ def decay_mask(params: optax.Params) -> optax.Params:
     By name, never by rank, for under nn.scan a bias has two axes: leaves called kernel or embedding decay, except below
     a conv or position module. Scales, biases, A_log, dt_bias, D and every other name do not.
     """
-    return jax.tree_util.tree_map_with_path(lambda keys, _: _decays(_path(keys)), params)
+    return jax.tree_util.tree_map_with_path(lambda keys, _: _decays(path_of(keys)), params)
 
 
 def decay_table(params: optax.Params, decay: str = "matrices", algorithm: str = "adamw") -> str:
