@@ -224,7 +224,7 @@ def encode(spec: TokenizerSpec, documents: list[Document]) -> list[Encoded]:
     start = [tokenizer.bos_id] if tokenizer.bos_id >= 0 else []
     for number, split, text, prompt in documents:
         # Apart, so that the border between prompt and response is a border between tokens.
-        before, after = (list(tokenizer.encode(part)) if part else [] for part in (prompt, text))
+        before, after = (tokenizer.encode(part) if part else () for part in (prompt, text))
         if after:
             tokens = np.array([*start, *before, *after, tokenizer.eos_id], dtype)
             untrained = len(start) + len(before) if prompt else 0
