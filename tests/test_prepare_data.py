@@ -198,6 +198,11 @@ def test_other_settings_in_the_same_folder_are_refused(jsonl, tmp_path):
     (tmp_path / "more.jsonl").write_text(jsonl.read_text() * 2)
     with pytest.raises(ValueError, match="path_files"):
         run(tmp_path / "more.jsonl", tmp_path / "out")
+    with pytest.raises(ValueError, match="field 'x'"):
+        run(jsonl, tmp_path / "mistyped", text_field="x")
+    (tmp_path / "mistyped" / "train-00000.tokens.tmp").write_bytes(b"a start")
+    run(jsonl, tmp_path / "mistyped")  # nothing had been finished there
+    assert contents(tmp_path / "mistyped") == before
     with pytest.raises(ValueError, match="more.jsonl' is a file; name a folder"):
         run(jsonl, tmp_path / "more.jsonl")
     (tmp_path / "used").mkdir()

@@ -9,6 +9,7 @@ import hashlib
 import logging
 import multiprocessing
 import os
+import re
 import threading
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from efla_jax.data.readers import Record
 from efla_jax.data.text import in_split
 from efla_jax.data.tokenizer import Tokenizer, TokenizerSpec, load_tokenizer
 
-LOCK = "lock"
+LOCK, SCRAP = "lock", re.compile(rf"({'|'.join(shards.SPLITS)})-\d+\.\w+\.tmp")  # unfinished shards
 BATCH_BYTES, BATCH_DOCUMENTS = 1 << 20, 1024
 
 
@@ -129,6 +130,8 @@ def _begun(folder: Path, blank: shards.Manifest) -> tuple[shards.Manifest, bool]
             old, now = ({**m.settings, **m.tokenizer} for m in (found, blank))
             differ = [f"{key}={old.get(key)!r}, now {now.get(key)!r}" for key in sorted({*old, *now})
                       if old.get(key) != now.get(key)]
+            if differ and not found.shards:  # a mistyped line, say: nothing is lost
+                break
             if differ:
                 raise ValueError(f"folder {str(folder)!r} was prepared with other settings ("
                                  f"{'; '.join(differ)[:500]}): "
@@ -138,7 +141,8 @@ def _begun(folder: Path, blank: shards.Manifest) -> tuple[shards.Manifest, bool]
                 sound.write(folder / shards.JOURNAL)
                 file.unlink()
             return sound, file.name == shards.MANIFEST and sound == found
-    others = sorted(file.name for file in folder.iterdir() if file.name not in (LOCK, f"{shards.JOURNAL}.tmp"))
+    ours = (LOCK, shards.JOURNAL, f"{shards.JOURNAL}.tmp")
+    others = sorted(file.name for file in folder.iterdir() if file.name not in ours and not SCRAP.fullmatch(file.name))
     if others:
         raise ValueError(f"folder {str(folder)!r} holds other files ({', '.join(others[:3])}); give an empty folder")
     blank.write(folder / shards.JOURNAL)
