@@ -220,13 +220,15 @@ def test_parameters_alone(saved, tmp_path):
         load_params(saved, given)
     params, report = load_params(saved, given, allow_partial=True, cast=True)
     assert params["head"] is given["head"] and params["layers"]["kernel"].dtype == jnp.bfloat16
-    assert report[1:] == (("params/layers/kernel",), ("params/head",), ("params/layers/A_log",),
-                          ("params/layers/kernel",))  # fmt: skip
+    assert report[1:5] == (("params/layers/kernel",), ("params/head",), ("params/layers/A_log",),
+                           ("params/layers/kernel",)) and report.metadata["config"]["lr"] == 0.1  # fmt: skip
 
     with pytest.raises(ValueError, match="part='moments' must be one of params, ema"):
         load_params(saved, wanted, part="moments")
     with pytest.raises(FileNotFoundError, match="holds no complete checkpoint"):
         load_params(tmp_path, wanted)
+    with pytest.raises(FileNotFoundError, match="path='.*/nothing' is no folder: .* give a run's folder"):
+        load_params(tmp_path / "nothing", wanted)
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"params": make_state().params}, None, None)
     with pytest.raises(ValueError, match="holds no leaf below 'opt_state/ema'"):

@@ -46,6 +46,10 @@ def load_params(path: str | Path, abstract_params: PyTree, *, part: str = "param
     if part not in PARTS:
         raise ValueError(f"part={part!r} must be one of {', '.join(PARTS)}")
     folder = Path(path).expanduser().absolute()
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"path={str(path)!r} is no folder: no parameters to read there; give a run's folder or one step's"
+        )
     if (folder / "state").is_dir():
         require_intact(folder)
     else:
