@@ -25,7 +25,9 @@ INIT_PART = flags.DEFINE_enum("init_part", "params", ["params", "ema"], "of that
 ALLOW_PARTIAL = flags.DEFINE_bool("allow_partial", False, "a checkpoint may lack leaves, or have others; says which")
 CAST = flags.DEFINE_bool("cast", False, "a checkpoint's leaves may have other dtypes; says which were cast")
 DISTRIBUTED = flags.DEFINE_bool("distributed", False, "join the job that srun, mpirun or the environment describes")
-HEARTBEAT = flags.DEFINE_integer("heartbeat_timeout", 100, "seconds until a silent process counts as lost")
+HEARTBEAT = flags.DEFINE_integer(
+    "heartbeat_timeout", 100, "seconds until a silent process counts as lost", lower_bound=1
+)
 COMPILE_CACHE = flags.DEFINE_string("compile_cache", "", "folder of compiled programs, shared by runs; off when empty")
 
 
