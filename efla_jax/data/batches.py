@@ -59,7 +59,8 @@ class Mixture:
         shares = np.floor(exact).astype(np.int64)
         shares[np.argsort(shares - exact, kind="stable")[: self.BLOCK - shares.sum()]] += 1
         if shares.min() == 0:
-            raise ValueError(f"weights={tuple(weights)}: one is below 1/{self.BLOCK} of their sum; leave it out")
+            raise ValueError(f"weights={tuple(weights)}: one is below 1/{self.BLOCK} of their sum, the smallest share "
+                             "there is; give weights (by default they are sizes), or leave that source out")
         # Sources of equal length would otherwise be shuffled alike.
         seeds = [int(np.random.SeedSequence((seed, number)).generate_state(1)[0]) for number in range(len(sources))]
         self._rows = [endless(source, own) for source, own in zip(sources, seeds, strict=True)]
