@@ -67,9 +67,14 @@ def evaluate(
     `losses.cross_entropy`. Scores do not depend on how the examples are batched. Raises ValueError if nothing in the
     batches is scored."""
     run = compiled_sums(model, chunk)
-    totals = np.zeros(len(Sums._fields))
+    totals, waiting = np.zeros(len(Sums._fields)), None
     for batch in itertools.islice(batches, limit or None):
-        totals += np.asarray(jax.device_get(run(params, place(batch))), np.float64)
+        fresh = run(params, place(batch))
+        if waiting is not None:  # read one batch late, so that the device never waits for the host
+            totals += np.asarray(jax.device_get(waiting), np.float64)
+        waiting = fresh
+    if waiting is not None:
+        totals += np.asarray(jax.device_get(waiting), np.float64)
     loss, weight, correct, _ = totals
     if not weight:
         raise ValueError("batches: no target has a positive mask, so there is nothing to score.")

@@ -194,8 +194,9 @@ class LanguageModel(nn.Module):
         if segment_ids is not None:  # zero cotangents would not stop a NaN at padding
             tokens = jnp.where(segment_ids != 0, tokens, 0)
         # The table is gathered whole, as every split matrix is; rows split over the mesh would have to be looked for.
-        table = constrain(self.embed.embedding.astype(self.dtype), None, None)
-        x = constrain(jnp.take(table, tokens, axis=0), "batch", "time", None)
+        # In float32: the gradient of a frequent token is a sum of thousands, which bfloat16 stops adding up at 256.
+        table = constrain(self.embed.embedding, None, None)
+        x = constrain(jnp.take(table, tokens, axis=0).astype(self.dtype), "batch", "time", None)
         x = self.drop(x, deterministic=not self.has_rng("dropout"))
         x, cache = self.groups(x, segment_ids, cache)
         return self.final_norm(x), cache

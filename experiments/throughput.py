@@ -8,7 +8,6 @@ a device; appends them to --out as a JSON line. The first steps, which compile a
 names a folder for a profiler trace of three more steps.
 """
 
-import functools
 import json
 import pathlib
 import time
@@ -16,7 +15,7 @@ import time
 import jax
 from absl import flags
 
-from efla_jax import flops, optim, sharding, train
+from efla_jax import flops, sharding, train
 from efla_jax.train import settings
 from experiments import arguments
 
@@ -27,28 +26,11 @@ PROFILE = flags.DEFINE_string("profile", "", "folder for a profiler trace")
 LABEL = flags.DEFINE_string("label", "", "name of the row; empty: the config's argument")
 
 
-def prepare(config: dict):
-    """(mesh, dataset, model, state, step) of a plain config."""
-    mesh = settings.section(config, "mesh", sharding.make_mesh, {})
-    settings.check_divisible(config, dict(mesh.shape))
-    dataset = settings.build_dataset(config)
-    model = settings.build_model(config, dataset)
-    with jax.set_mesh(mesh):
-        given = {"total_steps": config["train"]["steps"]}
-        optimizer, schedule = settings.section(config, "optim", optim.make_optimizer, given)
-        begin = functools.partial(train.make_state, model, optimizer, config["seed"])
-        placed = sharding.state_shardings(mesh, jax.eval_shape(begin))
-        state = jax.jit(begin, out_shardings=placed)()
-        fields = {name: config["train"][name] for name in ("accumulate", "loss_chunk", "z_loss")}
-        step = train.make_step(model, optimizer, schedule, shardings=placed, **fields)
-    return mesh, dataset, model, state, step
-
-
 def main(argv: list[str]) -> None:
     arguments.check(argv, required=("config",))
     config = train.plain(arguments.CONFIG.value)
     with jax.default_matmul_precision(config["train"]["matmul_precision"]):
-        mesh, dataset, model, state, step = prepare(config)
+        mesh, dataset, model, _, begin, placed, step = settings.build(config)
         size, window = config["data"]["batch_size"], config["data"]["window"]
         iterator = dataset.train_iterator(rows=sharding.local_rows(mesh, size))
         waited = 0.0
@@ -57,20 +39,21 @@ def main(argv: list[str]) -> None:
             nonlocal waited
             report = None
             for _ in range(count):
-                begin = time.perf_counter()
+                asked = time.perf_counter()
                 batch = sharding.place(mesh, next(iterator), size)
-                waited += time.perf_counter() - begin
+                waited += time.perf_counter() - asked
                 state, report = step(state, batch)
             jax.block_until_ready(state)
             return state, report
 
         with jax.set_mesh(mesh):
-            begin = time.perf_counter()
+            state = jax.jit(begin, out_shardings=placed)()
+            started = time.perf_counter()
             state, _ = steps(WARMUP.value, state)
-            warmed, waited = time.perf_counter() - begin, 0.0
-            begin = time.perf_counter()
+            warmed, waited = time.perf_counter() - started, 0.0
+            started = time.perf_counter()
             state, report = steps(STEPS.value, state)
-            seconds, data_wait = (time.perf_counter() - begin) / STEPS.value, waited / STEPS.value
+            seconds, data_wait = (time.perf_counter() - started) / STEPS.value, waited / STEPS.value
             memory = jax.local_devices()[0].memory_stats() or {}
             if PROFILE.value:
                 with jax.profiler.trace(PROFILE.value):

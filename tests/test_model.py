@@ -399,3 +399,17 @@ def test_logits_are_float32_and_their_cotangent_has_the_dtype_of_the_operands():
     text = str(jax.make_jaxpr(lambda: gradients(float32_logits))())
     wide = [line for line in text.splitlines() if "dot_general" in line and "preferred_element_type=float32" in line]
     assert len(wide) <= 1  # the forward product alone
+
+
+def test_the_gradient_of_a_frequent_token_is_summed_in_float32():
+    """A bfloat16 sum of ones would stay at 256: the embedding's gradient is scattered into float32."""
+    lm = LanguageModel(vocab_size=4, width=8, depth=1, dtype="bfloat16", mixer_options={"efla": {"num_heads": 1}})
+    tokens = jnp.zeros((1, 4), jnp.int32)
+    params = lm.init(jax.random.key(0), tokens)
+
+    def total(params):
+        return jnp.sum(lm.apply(params, tokens, method=lm.features)[0]).astype(jnp.float32)
+
+    text = str(jax.make_jaxpr(jax.grad(total))(params))
+    scattered = re.findall(r":(\w+)\[4,8\] = scatter-add", text)
+    assert scattered == ["f32"]

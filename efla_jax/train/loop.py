@@ -18,7 +18,7 @@ from efla_jax.evaluate import evaluate
 from efla_jax.model import LanguageModel
 from efla_jax.train import hosts, settings
 from efla_jax.train.report import Clock, Compilations, MetricLog
-from efla_jax.train.step import TrainState, make_signals, make_state, make_step
+from efla_jax.train.step import TrainState, make_signals
 
 HELD_OUT = {"text": "valid", "tokens": "valid", "images": "test"}
 
@@ -39,10 +39,7 @@ class Job(NamedTuple):
 
     config: dict[str, Any]
     workdir: pathlib.Path
-    mesh: jax.sharding.Mesh
-    dataset: Any
-    model: nn.Module
-    step: Any
+    parts: settings.Parts
     checkpointer: Checkpointer
     clock: Clock
 
@@ -70,42 +67,29 @@ def fit(
     folder that holds a run already, or a resumed run whose config has changed; FloatingPointError after
     config.train.max_skipped steps in a row without a finite gradient."""
     clock = Clock()
-    config = settings.plain(config)
-    settings.check_sections(config)
-    settings.check_train(config["train"])
-    mesh = settings.section(config, "mesh", sharding.make_mesh, {})
-    settings.check_divisible(config, dict(mesh.shape))
-    workdir = pathlib.Path(workdir)
+    config, workdir = settings.plain(config), pathlib.Path(workdir)
     require_folder(workdir)
-    dataset = settings.build_dataset(config)
-    model = settings.build_model(config, dataset)
+    parts = settings.build(config)
+    partial = {"allow_partial": allow_partial, "cast": cast}
+    kept = {"max_to_keep": "keep", "keep_period": "keep_period", "keep_best": "keep_best"}
+    saving = {name: config["train"][field] for name, field in kept.items()}
     with (
-        jax.default_matmul_precision(config["train"]["matmul_precision"]), jax.set_mesh(mesh),
+        jax.default_matmul_precision(config["train"]["matmul_precision"]), jax.set_mesh(parts.mesh),
         hosts.stop_on_sigterm() as stop, contextlib.ExitStack() as open_things, hosts.ending_together(),
     ):  # fmt: skip
-        steps = {"total_steps": config["train"]["steps"]}
-        optimizer, schedule = settings.section(config, "optim", optim.make_optimizer, steps)
-        begin = functools.partial(make_state, model, optimizer, config["seed"])
-        placed = sharding.state_shardings(mesh, jax.eval_shape(begin))
-        kept = {"max_to_keep": "keep", "keep_period": "keep_period", "keep_best": "keep_best"}
-        saving = {name: config["train"][field] for name, field in kept.items()}
         checkpointer = open_things.enter_context(Checkpointer(workdir / "checkpoints", **saving))
-        rows = sharding.local_rows(mesh, config["data"]["batch_size"])
-        iterator = open_things.enter_context(contextlib.closing(dataset.train_iterator(rows=rows)))
-        partial = {"allow_partial": allow_partial, "cast": cast}
-        state = restored(config, checkpointer, begin, placed, dataset, iterator, resume, partial)
+        rows = sharding.local_rows(parts.mesh, config["data"]["batch_size"])
+        iterator = open_things.enter_context(contextlib.closing(parts.dataset.train_iterator(rows=rows)))
+        state = restored(config, checkpointer, parts, iterator, resume, partial)
         if state is None:
-            state = jax.jit(begin, out_shardings=placed)()
+            state = jax.jit(parts.begin, out_shardings=parts.placed)()
             if init_from:
-                again = jax.jit(optimizer.init, out_shardings=placed.opt_state)
-                state = warm_start(state, init_from, init_part, partial, tokenizer_of(dataset), again)
-        describe(config, workdir, mesh, dataset, model, state)
-        fields = {name: config["train"][name] for name in ("accumulate", "loss_chunk", "z_loss")}
-        step = make_step(model, optimizer, schedule, shardings=placed, **fields)
-        job = Job(config, workdir, mesh, dataset, model, step, checkpointer, clock)
+                state = warm_start(state, init_from, init_part, partial, parts)
+        job = Job(config, workdir, parts, checkpointer, clock)
+        describe(job, state)
         state, scores, finished = loop(job, iterator, state, stop)
         params = optim.evaluation_params(state.params, state.opt_state)
-    return Run(model, params, dataset, scores, workdir, finished)
+    return Run(parts.model, params, parts.dataset, scores, workdir, finished)
 
 
 def require_folder(workdir: pathlib.Path) -> None:
@@ -114,7 +98,7 @@ def require_folder(workdir: pathlib.Path) -> None:
         raise ValueError(f"workdir: {workdir} is a file; name a folder, which may not exist yet.")
 
 
-def restored(config, checkpointer, begin, placed, dataset, iterator, resume: bool, partial) -> TrainState | None:
+def restored(config, checkpointer, parts, iterator, resume: bool, partial) -> TrainState | None:
     """The state to go on from, with the data at its place; None when the folder holds no checkpoint."""
     latest = checkpointer.latest_step()
     if latest is None:
@@ -125,16 +109,16 @@ def restored(config, checkpointer, begin, placed, dataset, iterator, resume: boo
             " another --workdir for a fresh one."
         )
     target = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), jax.eval_shape(begin), placed
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), jax.eval_shape(parts.begin), parts.placed
     )
     if partial["allow_partial"]:  # what the checkpoint lacks begins as in a fresh run
-        target = jax.jit(begin, out_shardings=placed)()
+        target = jax.jit(parts.begin, out_shardings=parts.placed)()
     found = checkpointer.restore(target, **partial)
     settings.check_unchanged(found.metadata["config"], config, found.step)
-    known = found.metadata.get("tokenizer", "")
-    if known != tokenizer_of(dataset):
+    known, here = found.metadata.get("tokenizer", ""), tokenizer_of(parts.dataset)
+    if known != here:
         raise ValueError(
-            f"config.data: the run was trained with tokenizer {known!r}, the data here has {tokenizer_of(dataset)!r};"
+            f"config.data: the run was trained with tokenizer {known!r}, the data here has {here!r};"
             " its tokens mean something else. Give the data of the run."
         )
     iterator.set_state(found.data_state)
@@ -142,19 +126,21 @@ def restored(config, checkpointer, begin, placed, dataset, iterator, resume: boo
     return found.state
 
 
-def warm_start(state: TrainState, path, part: str, partial, tokenizer: str, init_optimizer) -> TrainState:
+def warm_start(state: TrainState, path, part: str, partial, parts) -> TrainState:
     """The state with parameters read from another run, and a report of what was loaded and what was not."""
     params, report = checkpoint.load_params(
         path, state.params, part=part, allow_partial=partial["allow_partial"], cast=partial["cast"]
     )
     say(report.lines())
+    tokenizer = tokenizer_of(parts.dataset)
     known = (report.metadata or {}).get("tokenizer", tokenizer)
     if known != tokenizer and not partial["allow_partial"]:
         raise ValueError(
             f"init_from: {path} was trained with tokenizer {known!r}, the data here has {tokenizer!r}: its embeddings"
             " mean other tokens. Give data of that tokenizer, or --allow_partial to begin with them all the same."
         )
-    return state._replace(params=params, opt_state=init_optimizer(params))  # an average begins at the parameters
+    init = jax.jit(parts.optimizer.init, out_shardings=parts.placed.opt_state)
+    return state._replace(params=params, opt_state=init(params))  # an average begins at the parameters
 
 
 def tokenizer_of(dataset) -> str:
@@ -169,10 +155,11 @@ def say(lines) -> None:
             print(line, flush=True)
 
 
-def describe(config: dict, workdir: pathlib.Path, mesh, dataset, model, state: TrainState) -> None:
+def describe(job: Job, state: TrainState) -> None:
     """Write config.json and parameters.txt, and say in a few lines what is about to be trained on what."""
     if jax.process_index():
         return
+    config, workdir, mesh = job.config, job.workdir, job.parts.mesh
     workdir.mkdir(parents=True, exist_ok=True)
     for folder in (workdir, workdir / "checkpoints"):
         require_writable(folder)
@@ -181,7 +168,7 @@ def describe(config: dict, workdir: pathlib.Path, mesh, dataset, model, state: T
     table = optim.decay_table(state.params, chosen.get("decay", "matrices"), chosen.get("algorithm", "adamw"))
     (workdir / "parameters.txt").write_text(table + "\n")
     count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    facts = ", ".join(f"{name} {value}" for name, value in dataset.describe().items())
+    facts = ", ".join(f"{name} {value}" for name, value in job.parts.dataset.describe().items())
     say(f"{workdir}: {count:,} parameters on {mesh.size} {mesh.devices.flat[0].device_kind} of {jax.device_count()}"
         f" ({sharding.describe(mesh)}); data: {facts}")  # fmt: skip
 
@@ -201,15 +188,15 @@ def require_writable(folder: pathlib.Path) -> None:
 def make_log(job: Job, writer, compilations, begin: int, params) -> MetricLog:
     """The log of a run, with what it needs to know about model, data and devices."""
     data, options = job.config["data"], job.config["train"]
-    language = job.model if isinstance(job.model, LanguageModel) else None
-    length = data["window"] if language else job.dataset.length
-    peak = options["peak_tflops"] * 1e12 or flops.peak_flops(job.mesh.devices.flat[0]) or 0.0
+    language = job.parts.model if isinstance(job.parts.model, LanguageModel) else None
+    length = data["window"] if language else job.parts.dataset.length
+    peak = options["peak_tflops"] * 1e12 or flops.peak_flops(job.parts.mesh.devices.flat[0]) or 0.0
     return MetricLog(
         writer, job.clock, compilations,
         begin=begin, limit=options["max_skipped"], tokens=data["batch_size"] * length,
         flops_per_token=flops.train_flops_per_token(language, length) if language else 0.0,
-        peak_flops=peak * job.mesh.size,
-        bytes_per_token=job.dataset.bytes_per_token if language else 0.0,
+        peak_flops=peak * job.parts.mesh.size,
+        bytes_per_token=job.parts.dataset.bytes_per_token if language else 0.0,
         leaf_names=optim.leaf_names(params),
     )  # fmt: skip
 
@@ -217,16 +204,16 @@ def make_log(job: Job, writer, compilations, begin: int, params) -> MetricLog:
 def score(job: Job, state: TrainState) -> dict[str, float]:
     """The scores of the held-out split, of the averaged parameters where there are some."""
     params = optim.evaluation_params(state.params, state.opt_state)
-    batches = job.dataset.eval_batches(HELD_OUT[job.dataset.kind])
+    batches = job.parts.dataset.eval_batches(HELD_OUT[job.parts.dataset.kind])
     options = job.config["train"]
     with job.clock.on("score"):
         scores = evaluate(
-            job.model, params, batches,
-            place=functools.partial(sharding.place, job.mesh),
+            job.parts.model, params, batches,
+            place=functools.partial(sharding.place, job.parts.mesh),
             limit=options["eval_batches"],
             chunk=options["loss_chunk"],
         )  # fmt: skip
-    per_byte = getattr(job.dataset, "bytes_per_token", 0.0)
+    per_byte = getattr(job.parts.dataset, "bytes_per_token", 0.0)
     return scores | ({"bits_per_byte": scores["bits"] / per_byte} if per_byte else {})
 
 
@@ -234,10 +221,12 @@ def loop(job: Job, iterator, state: TrainState, stop: hosts.StopRequest) -> tupl
     """Steps from where `state` stands to config.train.steps, with logs, held-out scores and checkpoints on the way.
 
     Returns the state, the scores of its end (none when it was told to stop) and whether it reached its end."""
-    options, held_out = job.config["train"], HELD_OUT[job.dataset.kind]
+    options, held_out = job.config["train"], HELD_OUT[job.parts.dataset.kind]
     begin, end = int(state.step), options["steps"]
     compilations = Compilations()
-    signals = make_signals(job.model) if options["signals_every"] and isinstance(job.model, LanguageModel) else None
+    signals = None
+    if options["signals_every"] and isinstance(job.parts.model, LanguageModel):
+        signals = make_signals(job.parts.model, options["accumulate"])
     writer = metrics.Writer(
         job.workdir, start_step=begin + 1, total_steps=end, print_every=options["log_every"],
         wandb_project=options["wandb_project"], config=job.config,
@@ -256,7 +245,7 @@ def loop(job: Job, iterator, state: TrainState, stop: hosts.StopRequest) -> tupl
                 with job.clock.on("score"):
                     extra = jax.block_until_ready(signals(state.params, batch))
                 log.restart(done - 1)
-            state, report = job.step(state, batch)
+            state, report = job.parts.step(state, batch)
             if done == begin + 1:
                 jax.block_until_ready(report)
                 job.clock.started()
@@ -293,7 +282,7 @@ EVERY = ("log", "signals", "eval", "save")
 
 def save(job: Job, step: int, state: TrainState, iterator, scores: dict[str, float]) -> None:
     """Begin to write the checkpoint of a step."""
-    metadata = {"config": json.loads(json.dumps(job.config)), "tokenizer": tokenizer_of(job.dataset)}
+    metadata = {"config": json.loads(json.dumps(job.config)), "tokenizer": tokenizer_of(job.parts.dataset)}
     with job.clock.on("save"):
         job.checkpointer.save(step, state, iterator.get_state(), metadata, scores or None)
 
@@ -304,7 +293,7 @@ def next_batch(job: Job, iterator, step: int) -> dict[str, jax.Array] | None:
         batch = next(iterator, None)
         if not hosts.agree_on_next(step, batch is not None) or batch is None:
             return None
-        return sharding.place(job.mesh, batch, job.config["data"]["batch_size"])
+        return sharding.place(job.parts.mesh, batch, job.config["data"]["batch_size"])
 
 
 class Trace:

@@ -55,6 +55,11 @@ class Compilations:
         jax.monitoring.unregister_event_duration_listener(self._hear)
 
 
+def health(report: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """What of a report is looked at in every step."""
+    return {name: report[name] for name in ("skipped", "skipped_in_a_row", "first_bad")}
+
+
 class MetricLog:
     """Turns step reports into rows of `writer`, and stops a run whose gradients stay non-finite.
 
@@ -81,7 +86,7 @@ class MetricLog:
         self.limit, self.tokens, self.leaf_names = limit, tokens, leaf_names
         self.flops_per_token, self.peak_flops, self.bytes_per_token = flops_per_token, peak_flops, bytes_per_token
         self.waiting: tuple[int, dict, dict, bool] | None = None
-        self.last_bad, self.skipped = -1, 0.0
+        self.last_bad = "unknown"
         self.restart(begin)
 
     def restart(self, step: int) -> None:
@@ -99,33 +104,31 @@ class MetricLog:
             return
         step, report, signals, log = self.waiting
         self.waiting = None
-        if not log:
-            jax.block_until_ready(report["loss"])  # never more than one step ahead of the devices
-            return
-        row = {name: float(value) for name, value in jax.device_get(report | signals).items()}
-        self.explain(step, row)
+        # Read at every step, which also keeps the host no more than one step ahead of the devices.
+        read = jax.device_get(report | signals if log else health(report))
+        row = {name: float(value) for name, value in read.items()}
+        in_a_row, first_bad = row.pop("skipped_in_a_row"), int(row.pop("first_bad"))
+        if first_bad >= 0:
+            self.last_bad = self.name_of(first_bad)
+            so_far = f"{row['skipped']:.0f} skipped so far"
+            self.writer.print(f"step {step}: skipped, its gradient is not finite, first in {self.last_bad}; {so_far}")
+        if log:
+            self.write(step, row)
+        if in_a_row >= self.limit:
+            raise FloatingPointError(
+                f"the gradient was not finite in the last {in_a_row:.0f} steps up to step {step}: nothing was learned"
+                f" from them and the run stops. First such gradient: {self.last_bad}. Lower config.optim.learning_rate,"
+                " or look at the data of these steps."
+            )
+
+    def write(self, step: int, row: dict[str, float]) -> None:
+        """Write a row, with the speed of the steps since the last one."""
         row |= self.speed(step)
         if self.bytes_per_token:
             row["bits_per_byte"] = row["loss"] / math.log(2) / self.bytes_per_token
         if self.flops_per_token:
             row["perplexity"] = math.exp(min(row["loss"], 700.0))
-        in_a_row = row.pop("skipped_in_a_row")
         self.writer.write(step, row)
-        if in_a_row >= self.limit:
-            raise FloatingPointError(
-                f"the gradient was not finite in the last {in_a_row:.0f} steps up to step {step}: nothing was learned"
-                f" from them and the run stops. First such gradient: {self.name_of(self.last_bad)}. Lower"
-                " config.optim.learning_rate, or look at the data of these steps."
-            )
-
-    def explain(self, step: int, row: dict[str, float]) -> None:
-        """Say which gradient was not finite first, once per row with skipped steps."""
-        bad = int(row.pop("first_bad"))
-        self.last_bad = bad if bad >= 0 else self.last_bad
-        if row["skipped"] > self.skipped:
-            where = f"; first in {self.name_of(bad)}" if bad >= 0 else ""
-            self.writer.print(f"step {step}: {row['skipped']:.0f} steps skipped so far, gradient not finite{where}")
-        self.skipped = row["skipped"]
 
     def name_of(self, index: int) -> str:
         return self.leaf_names[index] if 0 <= index < len(self.leaf_names) else "unknown"

@@ -1,18 +1,21 @@
 """What a config says, checked before anything is built or compiled: fields, values, and what the mesh must divide."""
 
+import functools
 import importlib.util
 import inspect
 import json
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 from flax import linen as nn
 from ml_collections import ConfigDict
 
-from efla_jax import data
+from efla_jax import data, optim, sharding
 from efla_jax.layers.fields import nearest
 from efla_jax.model import LanguageModel, SequenceClassifier
+from efla_jax.train.step import TrainState, make_state, make_step
 
 SECTIONS = ("mesh", "data", "model", "optim", "train")
 # Fields of config.train: their smallest values (0 turns the periodic ones off), or "" for text.
@@ -39,8 +42,8 @@ TRAIN: dict[str, int | float | str] = {
 PRECISIONS = ("tensorfloat32", "highest")  # of the float32 products of layers; operators name their own
 # What may differ between a run and its continuation: where and how it is computed, seen and kept, not what.
 FREE = {f"train.{name}" for name in TRAIN} - {"train.steps", "train.z_loss", "train.matmul_precision"} | {
-    "mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.context", "data.path", "data.worker_count", "data.eval_batch_size",
-    "data.verify", "model.remat", "model.scan",
+    "mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.context", "data.path", "data.paths", "data.worker_count",
+    "data.eval_batch_size", "data.verify", "model.remat", "model.scan",
 }  # fmt: skip
 
 
@@ -84,6 +87,36 @@ def build_model(config: Mapping[str, Any], dataset) -> nn.Module:
         sizes = {"num_classes": dataset.num_classes, "max_length": dataset.length}
         return section(config, "model", SequenceClassifier, sizes)
     return section(config, "model", LanguageModel, {"vocab_size": dataset.vocab_size})
+
+
+class Parts(NamedTuple):
+    """What a config is built into, before anything is computed: `begin` () -> the state of step 0, `placed` its
+    shardings."""
+
+    mesh: jax.sharding.Mesh
+    dataset: Any
+    model: nn.Module
+    optimizer: Any
+    begin: Callable
+    placed: TrainState
+    step: Callable
+
+
+def build(config: Mapping[str, Any]) -> Parts:
+    """Check every section of a plain config against the devices that are here, and build what it names."""
+    check_sections(config)
+    check_train(config["train"])
+    mesh = section(config, "mesh", sharding.make_mesh, {})
+    check_divisible(config, dict(mesh.shape))
+    dataset = build_dataset(config)
+    model = build_model(config, dataset)
+    steps = {"total_steps": config["train"]["steps"]}
+    optimizer, schedule = section(config, "optim", optim.make_optimizer, steps)
+    begin = functools.partial(make_state, model, optimizer, config["seed"])
+    placed = sharding.state_shardings(mesh, jax.eval_shape(begin))
+    fields = {name: config["train"][name] for name in ("accumulate", "loss_chunk", "z_loss")}
+    step = make_step(model, optimizer, schedule, shardings=placed, **fields)
+    return Parts(mesh, dataset, model, optimizer, begin, placed, step)
 
 
 def check_sections(config: Mapping[str, Any]) -> None:
@@ -148,7 +181,8 @@ def check_unchanged(saved: Mapping[str, Any], config: Mapping[str, Any], step: i
     until its decay begins."""
     here = json.loads(json.dumps(config))
     schedule = here["optim"].get("schedule")
-    steady = {"constant": step, "wsd": min(c["train"]["steps"] for c in (saved, here)) - here["optim"]["decay_steps"]}
+    shorter = min(saved["train"]["steps"], here["train"]["steps"])
+    steady = {"constant": step, "wsd": shorter - here["optim"].get("decay_steps", 0)}
     free = FREE | ({"train.steps"} if step <= steady.get(schedule, -1) else set())
     changed = [
         f"config.{name}.{key}: {saved[name].get(key)!r} in the checkpoint, {here[name].get(key)!r} now"

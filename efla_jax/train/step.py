@@ -110,11 +110,14 @@ def make_step(
     return step
 
 
-def make_signals(model: nn.Module) -> Callable:
-    """The jitted (params, batch) -> scalars of how stiff and how forgetful the mixers are; see `layers.signals`."""
+def make_signals(model: nn.Module, accumulate: int = 1) -> Callable:
+    """The jitted (params, batch) -> scalars of how stiff and how forgetful the mixers are; see `layers.signals`.
+
+    Of the first of `accumulate` microbatches: the others would take the memory that they were cut to save."""
 
     @jax.jit
     def signals(params, batch):
+        batch = {name: x[0] for name, x in microbatches(batch, accumulate).items()}
         _, captured = model.apply(
             params, batch["tokens"], segment_ids=batch["segment_ids"], method=model.features,
             capture_intermediates=lambda module, _: isinstance(module, layers.Reading), mutable="intermediates",
