@@ -118,6 +118,9 @@ class LanguageModel(nn.Module):
             )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout: {self.dropout} is not in [0, 1).")
+        for field in ("norm_eps", "init_std", *(() if self.mlp_width or self.mlp == "none" else ("mlp_ratio",))):
+            if not getattr(self, field) > 0:
+                raise ValueError(f"{field}: {getattr(self, field)} is not positive; set it above 0.")
         super().__post_init__()
 
     @nn.nowrap

@@ -57,10 +57,12 @@ def mesh_sizes(devices: int, *, data: int = -1, fsdp: int = 1, tensor: int = 1, 
     named = math.prod(size for size in sizes.values() if size != -1)
     if open_axes:
         if devices % named:
-            raise ValueError(f"mesh: {_product(sizes)} = {named} does not divide the {devices} devices that are here")
+            raise ValueError(
+                f"mesh: {_product(sizes)} = {named} does not divide the {devices} devices that are here; change it"
+            )
         sizes[open_axes[0]] = devices // named
     elif named > devices:
-        raise ValueError(f"mesh: {_product(sizes)} = {named} devices are asked for, {devices} are here")
+        raise ValueError(f"mesh: {_product(sizes)} = {named} devices are asked for, {devices} are here; ask for fewer")
     return sizes
 
 
@@ -165,7 +167,10 @@ def state_shardings(mesh: Mesh, tree: Any) -> Any:
             if size % extent(sizes, axis):
                 faults.append(f"  {path_of(keys)} {tuple(leaf.shape)}: {size} is not divisible by {axis}={sizes[axis]}")
     if faults:
-        raise ValueError("mesh: these parameters cannot be split evenly:\n" + "\n".join(faults))
+        raise ValueError(
+            "mesh: these parameters cannot be split evenly; change mesh or sizes (a tied vocabulary is not split):\n"
+            + "\n".join(faults)
+        )
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), wanted, is_leaf=_is_spec)
 
 

@@ -150,6 +150,14 @@ FAULTS = {
     ),
     "heads": (lambda c: c.model.update(width=17), "config.model: width: 17 is not divisible by num_heads=2"),
     "window": (lambda c: c.data.update(window=100000), "window"),
+    "best of what": (lambda c: c.train.update(keep_best="accuracy"), "keep_best: 'accuracy' is not one of .*-accuracy"),
+    "best of nothing": (
+        lambda c: c.train.update(keep_best="loss"), "keep_best: 'loss' needs scores .* eval_every=0 does not divide",
+    ),
+    "set by the run": (lambda c: c.model.update(vocab_size=5), "config.model.vocab_size: 5 is set by the run; remove"),
+    "eps": (lambda c: c.model.update(norm_eps=-1.0), "config.model: norm_eps: -1.0 is not positive"),
+    "mlp": (lambda c: c.model.update(mlp_width=0, mlp_ratio=-1.0), "mlp_ratio: -1.0 is not positive"),
+    "mesh": (lambda c: c.mesh.update(fsdp=16), "config.mesh: mesh: fsdp 16 = 16 devices are asked for, 8 are here"),
     "steps": (lambda c: c.train.update(steps=0), "config.train.steps: 0 is less than 1"),
     "unknown train field": (
         lambda c: c.train.update(stepz=3),

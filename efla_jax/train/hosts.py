@@ -32,6 +32,11 @@ def join(heartbeat_timeout: int = 100) -> None:
         missing = [name for name in ENVIRONMENT if name not in given]
         if missing:
             raise ValueError(f"environment: {', '.join(given)} is set, but {', '.join(missing)} is not; set all three")
+        for name in ENVIRONMENT[1:]:
+            if not given[name].isdecimal():
+                raise ValueError(f"environment: {name}={given[name]!r} is not a whole number >= 0; correct it")
+        if not given[ENVIRONMENT[0]].rpartition(":")[2].isdecimal():
+            raise ValueError(f"environment: {ENVIRONMENT[0]}={given[ENVIRONMENT[0]]!r} is not HOST:PORT; add the port")
         processes, own = int(given[ENVIRONMENT[1]]), int(given[ENVIRONMENT[2]])
     try:
         jax.distributed.initialize(

@@ -67,8 +67,7 @@ def fit(
     folder that holds a run already, or a resumed run whose config has changed; FloatingPointError after
     config.train.max_skipped steps in a row without a finite gradient."""
     clock = Clock()
-    config, workdir = settings.plain(config), pathlib.Path(workdir)
-    require_folder(workdir)
+    config, workdir = settings.plain(config), require_folder(workdir)
     parts = settings.build(config)
     partial = {"allow_partial": allow_partial, "cast": cast}
     kept = {"max_to_keep": "keep", "keep_period": "keep_period", "keep_best": "keep_best"}
@@ -92,10 +91,13 @@ def fit(
     return Run(parts.model, params, parts.dataset, scores, workdir, finished)
 
 
-def require_folder(workdir: pathlib.Path) -> None:
-    """Raise ValueError if something else has the name."""
-    if workdir.is_file():
+def require_folder(workdir: str | pathlib.Path) -> pathlib.Path:
+    """The folder of that name; ValueError if it names something else."""
+    if "://" in str(workdir):
+        raise ValueError(f"workdir: {workdir} is a URL; name a folder of a mounted file system.")
+    if pathlib.Path(workdir).is_file():
         raise ValueError(f"workdir: {workdir} is a file; name a folder, which may not exist yet.")
+    return pathlib.Path(workdir)
 
 
 def restored(config, checkpointer, parts, iterator, resume: bool, partial) -> TrainState | None:
@@ -272,9 +274,18 @@ def loop(job: Job, iterator, state: TrainState, stop: hosts.StopRequest) -> tupl
         say(f"{'told to stop' if told else 'no more data'}: step {done} of {end} is saved; go on with --resume")
     elif begin == end:  # a finished run is scored again; its rows are there already
         scores = score(job, state)
-    if jax.process_index() == 0 and done > 0:
-        metrics.plot_curves({job.workdir.name: job.workdir}, job.workdir / "loss.png", y_label="training loss, nats")
+    draw(job)
     return state, scores, done == end
+
+
+def draw(job: Job) -> None:
+    """loss.png, by the first process; no losses that could be drawn need not fail a run."""
+    if jax.process_index() == 0:
+        try:
+            runs = {job.workdir.name: job.workdir}
+            metrics.plot_curves(runs, job.workdir / "loss.png", y_label="training loss, nats")
+        except ValueError as error:
+            say(f"no loss.png: {error}")
 
 
 EVERY = ("log", "signals", "eval", "save")

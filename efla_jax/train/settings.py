@@ -65,6 +65,9 @@ def plain(config: ConfigDict | Mapping, path: str = "config") -> dict[str, Any]:
 
 def section(config: Mapping[str, Any], name: str, build: Callable, given: Mapping[str, Any]) -> Any:
     """build(**config[name], **given), with a ValueError that names the config field when one does not fit."""
+    for field in given:
+        if field in config[name]:
+            raise ValueError(f"config.{name}.{field}: {config[name][field]!r} is set by the run; remove the field.")
     fields = {**config[name], **given}
     known = [field for field in inspect.signature(build).parameters if field not in ("name", "parent")]
     for field in fields:
@@ -72,13 +75,17 @@ def section(config: Mapping[str, Any], name: str, build: Callable, given: Mappin
             raise ValueError(f"config.{name}.{field}: no such field.{nearest(field, known)} Known: {', '.join(known)}.")
     try:
         return build(**fields)
-    except ValueError as error:
+    except (TypeError, ValueError, AttributeError) as error:  # a value of another type shows as any of these
         raise ValueError(f"config.{name}: {error}") from error
 
 
 def build_dataset(config: Mapping[str, Any]) -> Any:
     """The dataset of config.data; its order is that of config.seed."""
-    return data.make(section(config, "data", data.DataConfig, {"seed": config["seed"]}))
+    chosen = section(config, "data", data.DataConfig, {"seed": config["seed"]})
+    try:
+        return data.make(chosen)
+    except ValueError as error:
+        raise ValueError(f"config.data: {error}") from error
 
 
 def build_model(config: Mapping[str, Any], dataset) -> nn.Module:
@@ -109,6 +116,11 @@ def build(config: Mapping[str, Any]) -> Parts:
     mesh = section(config, "mesh", sharding.make_mesh, {})
     check_divisible(config, dict(mesh.shape))
     dataset = build_dataset(config)
+    if getattr(dataset, "length", 0) % mesh.shape["context"]:
+        raise ValueError(
+            f"config.mesh.context: the {dataset.length} pixels of an image are not divisible by context="
+            f"{mesh.shape['context']}; set one that divides them, or 1."
+        )
     model = build_model(config, dataset)
     steps = {"total_steps": config["train"]["steps"]}
     optimizer, schedule = section(config, "optim", optim.make_optimizer, steps)
@@ -135,7 +147,8 @@ def check_train(options: Mapping[str, Any]) -> None:
         if name not in options:
             raise ValueError(f"config.train.{name}: this field is missing; see configs/common.py.")
         if not isinstance(least, str) and options[name] < least:
-            raise ValueError(f"config.train.{name}: {options[name]} is less than {least}.")
+            raise ValueError(f"config.train.{name}: {options[name]} is less than {least}. Set {least} or more.")
+    check_best(options)
     if options["wandb_project"] and importlib.util.find_spec("wandb") is None:
         raise ValueError(
             f"config.train.wandb_project: {options['wandb_project']!r} needs the package wandb, which is not installed;"
@@ -143,6 +156,22 @@ def check_train(options: Mapping[str, Any]) -> None:
         )
     if options["matmul_precision"] not in PRECISIONS:
         raise ValueError(f"config.train.matmul_precision: {options['matmul_precision']!r} is not one of {PRECISIONS}.")
+
+
+def check_best(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for a keep_best that no checkpoint could be judged by."""
+    best, scores = options["keep_best"], ("loss", "bits", "bits_per_byte", "-accuracy")
+    if not best:
+        return
+    if best not in scores:
+        raise ValueError(
+            f"config.train.keep_best: {best!r} is not one of {scores}; the smallest is kept, with a minus the largest."
+        )
+    if not options["eval_every"] or options["save_every"] % options["eval_every"]:
+        raise ValueError(
+            f"config.train.keep_best: {best!r} needs scores when a checkpoint is saved, but eval_every="
+            f"{options['eval_every']} does not divide save_every={options['save_every']}. Make save_every a multiple."
+        )
 
 
 def check_divisible(config: Mapping[str, Any], mesh: Mapping[str, int]) -> None:
