@@ -165,12 +165,23 @@ def wait_for_step(workdir, step, process):
 
 
 def test_an_incomplete_environment_is_refused(monkeypatch):
+    def initialize(**_):  # the real one may be called once, before anything else of jax
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(hosts.jax.distributed, "initialize", initialize)
     for name in hosts.ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match="--distributed: no job of several processes was found"):
         hosts.join()
     monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
     with pytest.raises(ValueError, match="JAX_NUM_PROCESSES is set, but JAX_COORDINATOR_ADDRESS, .* is not"):
+        hosts.join()
+    monkeypatch.setenv("JAX_PROCESS_ID", "one")
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host")
+    with pytest.raises(ValueError, match="JAX_PROCESS_ID='one' is not a whole number"):
+        hosts.join()
+    monkeypatch.setenv("JAX_PROCESS_ID", "1")
+    with pytest.raises(ValueError, match="JAX_COORDINATOR_ADDRESS='host' is not HOST:PORT"):
         hosts.join()
 
 
