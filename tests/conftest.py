@@ -11,7 +11,19 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).resolve().
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
 import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
 
 # Eight simulated devices, for meshes. Not through the environment: programs that the tests start have one, as users do.
 if os.environ["JAX_PLATFORMS"] == "cpu":
     jax.config.update("jax_num_cpu_devices", 8)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A folder of small text files, for tiny training runs."""
+    folder = tmp_path_factory.mktemp("corpus")
+    words = np.random.default_rng(0).choice(["delta", "rule", "state", "key", "erase", "write"], (24, 60))
+    for i, row in enumerate(words):
+        (folder / f"{i}.txt").write_text(" ".join(row))
+    return folder

@@ -20,14 +20,14 @@ import pytest
 from efla_jax import metrics, optim, sharding, train
 from efla_jax.checkpoint import Checkpointer
 from efla_jax.data import prepare
-from tests.test_hosts import corpus, ended, losses, no_process_is_left, start, wait_for_step  # noqa: F401  (fixtures)
+from tests.test_hosts import ended, losses, no_process_is_left, start, wait_for_step  # noqa: F401  (fixtures)
 from tests.test_train import text_config
 
 KILLS = int(os.environ.get("EFLA_KILLS", "30"))
 LONG = ["--config.train.steps=100000", "--config.mesh.data=1", "--config.mesh.context=1"]
 
 
-def alone(corpus, workdir, *more):  # noqa: F811
+def alone(corpus, workdir, *more):
     # What a killed process compiled must not stand in the cache of the other tests.
     return start(corpus, workdir, *LONG, f"--compile_cache={corpus}.compiled", *more, devices=1)
 
@@ -45,7 +45,7 @@ def rows_ever_logged(workdir):
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments_a_run_repeats_its_losses_bit_for_bit(corpus, tmp_path):  # noqa: F811
+def test_killed_at_random_moments_a_run_repeats_its_losses_bit_for_bit(corpus, tmp_path):
     """kill -9, again and again, with a save at every step: all losses ever logged are those of one whole run."""
     rng, run, resumed = random.Random(0), tmp_path / "run", []
     for kill in range(KILLS):
@@ -75,7 +75,7 @@ def test_killed_at_random_moments_a_run_repeats_its_losses_bit_for_bit(corpus, t
 
 
 @pytest.mark.slow
-def test_a_full_disk_ends_the_run_and_keeps_what_was_saved(corpus, tmp_path):  # noqa: F811
+def test_a_full_disk_ends_the_run_and_keeps_what_was_saved(corpus, tmp_path):
     """Files may not grow beyond a limit that a checkpoint exceeds: the run ends at once and says which step and why."""
     run = tmp_path / "run"
     ended(start(corpus, run, *LONG[1:], "--config.train.steps=3", "--config.train.save_every=3", devices=1))
@@ -97,7 +97,7 @@ AS_OTHERS = [sys.executable, "-c", "import ctypes, os, sys; ctypes.CDLL(None).pr
 
 @pytest.mark.slow
 @pytest.mark.parametrize("closed", ["run", "run/checkpoints", "."])
-def test_a_folder_that_cannot_be_written_is_refused_before_a_step(corpus, tmp_path, closed):  # noqa: F811
+def test_a_folder_that_cannot_be_written_is_refused_before_a_step(corpus, tmp_path, closed):
     run, new = tmp_path / "run", closed == "."
     options = [*LONG[1:], "--config.train.steps=3"]
     if not new:
@@ -117,7 +117,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_a_step(corpus, tmp_pa
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_exits_zero(corpus, tmp_path):  # noqa: F811
+def test_sigterm_saves_and_exits_zero(corpus, tmp_path):
     run = tmp_path / "run"
     process = alone(corpus, run, "--config.train.save_every=0")
     wait_for_step(run, 4, process)
@@ -151,7 +151,7 @@ def spoilt(monkeypatch, steps):
     monkeypatch.setattr(sharding, "place", placed)
 
 
-def test_a_bad_batch_is_skipped_counted_and_named(corpus, tmp_path, monkeypatch, capsys):  # noqa: F811
+def test_a_bad_batch_is_skipped_counted_and_named(corpus, tmp_path, monkeypatch, capsys):
     config = text_config(corpus)
     spoilt(monkeypatch, {3})
     run = train.fit(config, tmp_path / "run")
@@ -162,7 +162,7 @@ def test_a_bad_batch_is_skipped_counted_and_named(corpus, tmp_path, monkeypatch,
     assert "step 3: skipped, its gradient is not finite, first in params/" in capsys.readouterr().out
 
 
-def test_too_many_bad_batches_in_a_row_stop_the_run_and_its_state_is_good(corpus, tmp_path, monkeypatch):  # noqa: F811
+def test_too_many_bad_batches_in_a_row_stop_the_run_and_its_state_is_good(corpus, tmp_path, monkeypatch):
     config = text_config(corpus)
     config.train.max_skipped, config.train.save_every, config.train.log_every = 2, 1, 50  # looked at in every step
     spoilt(monkeypatch, {3, 4, 5, 6})
@@ -173,7 +173,7 @@ def test_too_many_bad_batches_in_a_row_stop_the_run_and_its_state_is_good(corpus
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(resumed.params))
 
 @pytest.fixture(scope="module")
-def finished(corpus, tmp_path_factory):  # noqa: F811
+def finished(corpus, tmp_path_factory):
     """(config, run) of a run of 6 steps, saved at 3 and at its end."""
     config = text_config(corpus)
     config.data.batch_size = 4

@@ -27,15 +27,6 @@ OPTIONS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    words = np.random.default_rng(0).choice(["delta", "rule", "state", "key", "erase", "write"], (24, 60))
-    for i, row in enumerate(words):
-        (folder / f"{i}.txt").write_text(" ".join(row))
-    return folder
-
-
 def start(corpus, workdir, *more, devices=4, process=None, port=0, under=()):
     """experiments.train as a process of its own, alone or as one of two; `under`: the command that starts it."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}

@@ -390,6 +390,7 @@ def test_tiktoken(tmp_path):
     assert tokens.describe() != load_tokenizer(TokenizerSpec(str(file), pattern=".")).describe()
 
 
+# The published files are not ours to ship; the tests above make small tokenizers of all three kinds themselves.
 @pytest.mark.skipif("EFLA_DATA" not in os.environ, reason="EFLA_DATA names a folder with real tokenizers")
 @pytest.mark.parametrize(
     ("name", "module", "sizes", "ids"),

@@ -16,16 +16,6 @@ from efla_jax.train import loop, settings
 STEPS = 6
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    """A folder of small text files."""
-    folder = tmp_path_factory.mktemp("corpus")
-    words = np.random.default_rng(0).choice(["delta", "rule", "state", "key", "erase", "write"], (24, 60))
-    for i, row in enumerate(words):
-        (folder / f"{i}.txt").write_text(" ".join(row))
-    return folder
-
-
 def text_config(corpus):
     config = quickstart.get_config("efla")
     config.mesh.data = 1  # the tests' process has eight simulated devices
