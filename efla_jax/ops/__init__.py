@@ -8,6 +8,11 @@ from efla_jax.ops.delta_rule import delta_rule as delta_rule
 from efla_jax.ops.exact_flow import exact_flow as exact_flow
 from efla_jax.ops.exact_flow import gated_exact_flow as gated_exact_flow
 from efla_jax.ops.exact_flow import phi as phi
+from efla_jax.ops.fenwick import FenwickState as FenwickState
+from efla_jax.ops.fenwick import fenwick_level as fenwick_level
+from efla_jax.ops.fenwick import init_fenwick_state as init_fenwick_state
 from efla_jax.ops.linear_attention import linear_attention as linear_attention
+from efla_jax.ops.log_linear import log_linear_attention as log_linear_attention
+from efla_jax.ops.log_linear import log_linear_delta_rule as log_linear_delta_rule
 from efla_jax.ops.normalize import l2_normalize as l2_normalize
 from efla_jax.ops.rope import apply_rope as apply_rope

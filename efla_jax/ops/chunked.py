@@ -56,13 +56,15 @@ def decays(log_decay: jax.Array, document: jax.Array | None, document_before: ja
     [..., 1].
 
     The running sum is kept in two parts, multiples of 1/512 (exact) and remainders below 1/512, so that its differences
-    keep float32 accuracy after strong decay."""
+    keep float32 accuracy after strong decay. For the same reason "out" is a sum over the tokens behind, and a token's
+    pair with itself is no difference: autodiff of either would add a large number and take it away again."""
     log_decay = jnp.maximum(log_decay, FORGET)
     coarse = jnp.round(log_decay * GRID) / GRID
     sums = jnp.cumsum(coarse, -1), jnp.cumsum(log_decay - coarse, -1)
-    pairs = sum(s[..., :, None] - s[..., None, :] for s in sums)
-    into, out = sum(sums), sum(s[..., -1:] - s for s in sums)
     seen = jnp.tril(jnp.ones((log_decay.shape[-1],) * 2, bool))
+    pairs = jnp.where(jnp.tril(seen, -1), sum(s[..., :, None] - s[..., None, :] for s in sums), 0.0)
+    behind = jnp.pad(log_decay[..., 1:], [(0, 0)] * (log_decay.ndim - 1) + [(0, 1)])
+    into, out = sum(sums), lax.cumsum(behind, axis=behind.ndim - 1, reverse=True)
     if document is not None:
         seen &= document[..., :, None] == document[..., None, :]
         into = jnp.where(document == document_before, into, -jnp.inf)

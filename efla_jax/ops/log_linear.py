@@ -1,0 +1,94 @@
+"""The log-linear operators: one state per Fenwick level, weighed token by token (arXiv 2506.04761)."""
+
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from efla_jax.ops.dispatch import Table, automatic, dispatch, missing_kernel
+from efla_jax.ops.fenwick import Fenwick, FenwickState, fenwick, fenwick_over_mesh, fenwick_recurrent
+from efla_jax.ops.fenwick_chunked import fenwick_chunked
+from efla_jax.shapes import Gates, Keys, Queries, SegmentIds, Values, check_chunk_size
+
+LevelWeights = Float[Array, "B T H L"]
+
+
+def table(op: str) -> Table:
+    kernel = missing_kernel(op)
+    return {"recurrent": fenwick_recurrent, "chunked": fenwick_chunked, "pallas": kernel, "triton": kernel}
+
+
+TABLES = {op: table(op) for op in ("log_linear_delta_rule", "log_linear_attention")}
+
+
+def run(op: str, f: Fenwick, chunk_size: int, implementation: str) -> tuple[Any, FenwickState]:
+    check_chunk_size(chunk_size)
+    auto = automatic(f.x.k.shape[1])
+    return fenwick_over_mesh(lambda f: dispatch(op, implementation, TABLES[op], auto, (f, chunk_size)), f)
+
+
+def log_linear_delta_rule(
+    q: Queries,
+    k: Keys,
+    u: Values,
+    erase: Gates,
+    log_decay: Gates,
+    level_weights: LevelWeights,
+    *,
+    initial_state: FenwickState | None = None,
+    segment_ids: SegmentIds | None = None,
+    chunk_size: int = 64,
+    implementation: str = "auto",
+) -> tuple[Values, FenwickState]:
+    """Delta rule over Fenwick states: as many states as the position has bits, each weighed by the query's token.
+
+        S_t^(l) = exp(g_t) (I - e_t k_t k_t^T) merge(S_{t-1})^(l) + [l = 0] k_t u_t^T
+        o_t = sum over l of level_weights_t[l] (S_t^(l))^T q_t
+
+    The token at position s is in level bit_length(t xor s) of the query at t (`fenwick_level`); positions count the
+    real tokens of each document. level_weights `[B, T, H, L]` (used in float32): levels from L - 1 on share weight and
+    slot L - 1, so L = 1 is `delta_rule` times its weight, and so is any L with equal weights. All else is as in
+    `delta_rule`, but the state: a `FenwickState` of any prefix goes on in any pieces. Reverse mode only, like all that
+    is "chunked". Source: Log-Linear Attention (arXiv 2506.04761).
+
+    >>> import jax.numpy as jnp
+    >>> k, gates = jnp.ones((1, 5, 1, 4)) / 2, jnp.ones((1, 5, 2))
+    >>> levels = jnp.ones((1, 5, 2, 4))
+    >>> o, state = log_linear_delta_rule(k, k, jnp.ones((1, 5, 2, 3)), gates, 0 * gates, levels)
+    >>> o.shape, state.states.shape, state.position.tolist(), o[0, :, 0, 0].tolist()
+    ((1, 5, 2, 3), (1, 2, 4, 4, 3), [5], [1.0, 1.0, 1.0, 1.0, 1.0])
+    """
+    if erase is None:
+        raise ValueError("erase: None, but the delta rule needs one gate per token; call log_linear_attention instead.")
+    f = fenwick(q, k, u, erase, log_decay, level_weights, initial_state, segment_ids)
+    return run("log_linear_delta_rule", f, chunk_size, implementation)
+
+
+def log_linear_attention(
+    q: Queries,
+    k: Keys,
+    u: Values,
+    log_decay: Gates,
+    level_weights: LevelWeights,
+    *,
+    initial_state: FenwickState | None = None,
+    segment_ids: SegmentIds | None = None,
+    chunk_size: int = 64,
+    implementation: str = "auto",
+) -> tuple[Values, FenwickState]:
+    """Linear attention with decay over Fenwick states, each weighed by the query's token.
+
+        S_t^(l) = exp(g_t) merge(S_{t-1})^(l) + [l = 0] k_t u_t^T
+        o_t = sum over l of level_weights_t[l] (S_t^(l))^T q_t
+
+    Shapes, levels, state and errors are those of `log_linear_delta_rule` without `erase`; Mamba-2 is q = C, k = B, u =
+    dt x, log_decay = dt A. Source: Log-Linear Attention (arXiv 2506.04761).
+
+    >>> import jax.numpy as jnp
+    >>> k = jnp.ones((1, 5, 1, 4)) / 2
+    >>> only_itself = jnp.zeros((1, 5, 2, 4)).at[..., 0].set(1.0)
+    >>> o, _ = log_linear_attention(k, k, jnp.ones((1, 5, 2, 3)), jnp.zeros((1, 5, 2)), only_itself)
+    >>> o[0, :, 0, 0].tolist()
+    [1.0, 1.0, 1.0, 1.0, 1.0]
+    """
+    f = fenwick(q, k, u, None, log_decay, level_weights, initial_state, segment_ids)
+    return run("log_linear_attention", f, chunk_size, implementation)
