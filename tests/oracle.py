@@ -105,11 +105,13 @@ def fenwick(q, k, u, erase, log_decay, weights, states, ids, position):
     return jax.vmap(heads)(q, k, u, erase, log_decay, weights, states, ids, position)
 
 
-def fenwick_parallel(q, k, u, erase, log_decay, weights):
-    """The dense form of one document and one head, in numpy: q, k [T, K]; u [T, V]; gates [T]; weights [T, L]."""
+def fenwick_parallel(q, k, u, erase, log_decay, weights, position=0):
+    """The dense form of one document and one head, in numpy: q, k [T, K]; u [T, V]; gates [T]; weights [T, L]; the
+    first token at `position`, nothing before it."""
     q, k, u, erase, log_decay, weights = (np.asarray(x, np.float64) for x in (q, k, u, erase, log_decay, weights))
     time, count = weights.shape
-    level = [[min((t ^ s).bit_length(), count - 1) if s <= t else 0 for s in range(time)] for t in range(time)]
+    at = range(position, position + time)
+    level = [[min((t ^ s).bit_length(), count - 1) if s <= t else 0 for s in at] for t in at]
     seen = np.take_along_axis(weights, np.array(level), axis=1)
     sums = np.cumsum(log_decay)
     decay = np.exp(np.where(np.tri(time) > 0, sums[:, None] - sums[None], -np.inf))

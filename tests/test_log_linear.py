@@ -41,12 +41,12 @@ def case(name, position=POSITION, levels=LEVELS, dtype=jnp.float32, **shape):
 
 
 @functools.cache
-def compiled(implementation, chunk_size=16, erases=True):
+def compiled(implementation, chunk_size=16, erases=True, fresh=False):
     """A jitted (arguments, ids, position, cotangents) -> ((o, states), gradients, position after)."""
 
     def op(q, k, u, erase, decay, weights, states, ids, position):
         options = dict(
-            initial_state=ops.FenwickState(states, position),
+            initial_state=None if fresh else ops.FenwickState(states, position),
             segment_ids=ids,
             chunk_size=chunk_size,
             implementation=implementation,
@@ -65,9 +65,11 @@ def compiled(implementation, chunk_size=16, erases=True):
     return run
 
 
-def compare(implementation, arguments, ids, position, cotangents, dtype="float32", chunk_size=16, erases=True):
+def compare(
+    implementation, arguments, ids, position, cotangents, dtype="float32", chunk_size=16, erases=True, fresh=False
+):
     position = jnp.asarray(position, jnp.int32)
-    out, gradients, _ = compiled(implementation, chunk_size, erases)(arguments, ids, position, cotangents)
+    out, gradients, _ = compiled(implementation, chunk_size, erases, fresh)(arguments, ids, position, cotangents)
     if not erases:
         arguments = (*arguments[:3], arguments[3] * 0, *arguments[4:])
     truth, slopes = fenwick_and_gradients(arguments, ids, position, cotangents)
@@ -127,12 +129,24 @@ def test_levels_beyond_the_capacity_share_the_last(implementation, levels):
     compare(implementation, arguments, None, POSITION, cotangents)
 
 
-@pytest.mark.parametrize("chunk_size, time", [(16, 1), (16, 2), (16, 3), (64, 63), (64, 64), (64, 65), (64, 130)])
+SHORT = ((16, 1), (16, 3), (16, 33), (64, 65))
+LONG = ((16, 2), (64, 63), (64, 64), (64, 130), (64, 300), (32, 300))
+
+
+@pytest.mark.parametrize("chunk_size, time", [*SHORT, *(pytest.param(*x, marks=pytest.mark.slow) for x in LONG)])
 def test_chunk_sizes_and_awkward_lengths(chunk_size, time):
+    """From the beginning of a document, which is cheaper, and from any position in it."""
     shape = dict(batch=1, time=time, key_heads=1, heads=2, key_dim=7, value_dim=3)
     for position in ((0,), (61,)):
         arguments, cotangents = case("cosine 0.99", position, levels=9, **shape)
-        compare("chunked", arguments, None, position, cotangents, chunk_size=chunk_size)
+        compare("chunked", arguments, None, position, cotangents, chunk_size=chunk_size, fresh=position == (0,))
+
+
+@pytest.mark.parametrize("levels", (1, 3, 6, 8))
+def test_attention_from_the_beginning(levels):
+    """Fewer levels than a chunk has, fewer than the row has, and more."""
+    arguments, cotangents = case("mixed decay", (0, 0), levels=levels, time=85)
+    compare("chunked", arguments, None, (0, 0), cotangents, erases=False, fresh=True)
 
 
 @pytest.mark.parametrize("name", ("random", "cosine 0.99", "strong decay"))
@@ -146,10 +160,11 @@ def test_bfloat16_inputs(implementation, name):
 
 @pytest.mark.identity
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_equal_weights_and_one_level_are_the_flat_operators(implementation):
-    """Whatever the levels: their states add up to the flat state, and equal weights to its output."""
+@pytest.mark.parametrize("whole_rows", (True, False))
+def test_equal_weights_and_one_level_are_the_flat_operators(implementation, whole_rows):
+    """Whatever the levels, their states add up to the flat state, and equal weights to its output."""
     (q, k, u, erase, decay, weights, _), _ = case("random")
-    ids = packed_ids(2, SHAPE["time"])
+    ids = None if whole_rows else jnp.asarray(packed_ids(2, SHAPE["time"]))
     options = dict(segment_ids=ids, chunk_size=16, implementation=implementation)
     one, factor = jnp.ones_like(weights), weights[..., :1]
     for flat, op in (
@@ -229,10 +244,18 @@ def test_a_document_packed_anywhere_equals_the_document_alone(implementation):
 def test_positions_near_the_end_of_int32(implementation):
     """Level 31 begins at 2^30: one step over it carries every slot into one."""
     position = (2**30 - 3, 2**30 - 1)
-    arguments, _ = case("no decay", position, levels=33, time=6)
-    o, state = forward(implementation)(arguments, jnp.asarray(position, jnp.int32), None)
-    truth, _ = fenwick_and_gradients(arguments, None, np.asarray(position), (o, state.states))
-    assert_close((o, state.states), truth, ("o", "states"), TOLERANCE["float32"])
+    arguments, _ = case("random", position, levels=33, time=6)
+    _, state = forward(implementation)(arguments, jnp.asarray(position, jnp.int32), None)
+    np.testing.assert_array_equal(np.abs(state.states).sum((1, 3, 4)) > 0, live(state.position, 33))
+    _, flat = ops.delta_rule(*arguments[:5], initial_state=arguments[6].sum(2), implementation="recurrent")
+    assert relative_rms(state.states.sum(2), flat) < 1e-6
+    empty = (*arguments[:6], 0 * arguments[6])
+    o, _ = forward(implementation)(empty, jnp.asarray(position, jnp.int32), None)
+    for row, head in ((0, 1), (1, 4)):
+        dense = fenwick_parallel(
+            *(x[row, :, head // 3] for x in arguments[:2]), *(x[row, :, head] for x in arguments[2:6]), position[row]
+        )
+        assert relative_rms(o[row, :, head], dense) < TOLERANCE["float32"]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -59,13 +59,14 @@ class Fenwick(NamedTuple):
 
     x: see `Recurrence`; level_weights [B, T, H, L] float32, zero for padding; states [B, H, L, K, V] float32;
     position [B, T] int32 of each token, of padding that of the last real token before it (start - 1 without one); start
-    [B] the position of the row's first real token; real [B, T] bool or None for all."""
+    [B] the position of the row's first real token, or None: all rows begin at 0, nothing before them and no padding;
+    real [B, T] bool or None for all."""
 
     x: Recurrence
     level_weights: jax.Array
     states: jax.Array
     position: jax.Array
-    start: jax.Array
+    start: jax.Array | None
     real: jax.Array | None
 
 
@@ -90,6 +91,7 @@ def fenwick(q, k, u, erase, log_decay, level_weights, initial_state, segment_ids
     if levels < 1:
         raise ValueError(f"level_weights: shape {level_weights.shape} has L = 0 levels; give at least one.")
     x = recurrence(q, k, u, erase, log_decay, None, segment_ids)
+    begins = states is None and segment_ids is None
     if states is None or position is None:
         states, position = init_fenwick_state(batch, sizes["H"], levels, sizes["K"], sizes["V"])
     if not jnp.issubdtype(position.dtype, jnp.integer):
@@ -101,7 +103,7 @@ def fenwick(q, k, u, erase, log_decay, level_weights, initial_state, segment_ids
         real = segment_ids != 0
         weights = mask_padding(real, weights)
         stands = jnp.where(jnp.cumsum(real, axis=1) > 0, stands, start[:, None] - 1)
-    return Fenwick(x, weights, states.astype(jnp.float32), stands, start, real)
+    return Fenwick(x, weights, states.astype(jnp.float32), stands, None if begins else start, real)
 
 
 # Of a Fenwick. A device has whole rows: the letter of their time is one that no mesh axis splits.
@@ -116,7 +118,11 @@ def fenwick_over_mesh(run, f: Fenwick) -> tuple[jax.Array, FenwickState]:
         return run(Fenwick(Recurrence(*arrays[:7]), *arrays[7:]))
 
     o, states = sharded(local, (*f.x._replace(q=q, k=k), *f[1:]), LEGENDS, ("BSHV", "BHLKV"))
-    return o, FenwickState(states, f.position[:, -1] + 1 if f.position.shape[1] else f.start)
+    if f.position.shape[1]:
+        return o, FenwickState(states, f.position[:, -1] + 1)
+    return o, FenwickState(
+        states, jnp.zeros_like(f.position, shape=f.position.shape[:1]) if f.start is None else f.start
+    )
 
 
 def merge_depth(position: jax.Array, levels: int) -> jax.Array:
