@@ -200,9 +200,13 @@ def fenwick_chunked(f: Fenwick, chunk_size: int) -> tuple[jax.Array, jax.Array]:
     if x.u.size == 0:  # no token, no row or no channel to write
         return x.u, f.states
     size = min(chunk_size, next((c for c in CHUNK_SIZES if c >= time), chunk_size))
-    if f.start is None and time > size:
-        return aligned(f, size)
-    count = filled(-(-time // size))
+    return aligned(f, size) if f.start is None and time > size else anywhere(f, size)
+
+
+def anywhere(f: Fenwick, size: int) -> tuple[jax.Array, jax.Array]:
+    """Rows that begin at any position, packed or padded as they are."""
+    x = f.x
+    count = filled(-(-x.k.shape[1] // size))
     start = jnp.zeros_like(f.position[:, 0]) if f.start is None else f.start
     states = grouped(f.states, x)
     where = levels(f.position, start, count, size)
@@ -211,7 +215,7 @@ def fenwick_chunked(f: Fenwick, chunk_size: int) -> tuple[jax.Array, jax.Array]:
 
 
 def aligned(f: Fenwick, size: int) -> tuple[jax.Array, jax.Array]:
-    """`fenwick_chunked` where all rows begin at 0: all chunks but the last in the cheaper form."""
+    """Rows that begin at 0: all chunks but the last in the cheaper form."""
     whole = (f.x.k.shape[1] - 1) // size
     border, slots = whole * size, f.states.shape[2]
     head, tail = part_of(f, slice(border)), part_of(f, slice(border, None))
@@ -223,15 +227,13 @@ def aligned(f: Fenwick, size: int) -> tuple[jax.Array, jax.Array]:
     used, o = swept(aligned_chunk, used, *chunks_of(head, count, size), position, number)
     for j, state in enumerate(used):
         states = states.at[..., lowest + j, :, :].set(state)
-    last = fenwick_chunked.__wrapped__(
-        tail._replace(states=states.reshape(f.states.shape), start=tail.position[:, 0]), size
-    )
+    last = anywhere(tail._replace(states=states.reshape(f.states.shape), start=tail.position[:, 0]), size)
     return jnp.concatenate([join(o, head.x.u), last[0]], axis=1), last[1]
 
 
 def part_of(f: Fenwick, part: slice) -> Fenwick:
     """Some of the tokens, with the states as they are."""
-    x = jax.tree.map(lambda array: array[:, part], f.x._replace(initial_state=None))
+    x = jax.tree.map(lambda array: array[:, part], f.x)._replace(initial_state=f.x.initial_state)
     return f._replace(x=x, level_weights=f.level_weights[:, part], position=f.position[:, part])
 
 
