@@ -325,3 +325,24 @@ def test_wrong_input_is_named_before_anything_compiles(plain_errors, fault):
     arguments["initial_state"] = ops.FenwickState(states, jnp.asarray(POSITION, jnp.int32))
     with pytest.raises(ValueError, match=message):
         ops.log_linear_delta_rule(**{**arguments, **change(arguments)})
+
+
+def test_memory_of_the_gradient_is_linear_and_holds_no_state_per_chunk():
+    """What the compiler sets aside, with short chunks and large states so that a stack of them would show."""
+    key_dim, value_dim, count, chunk_size = 32, 32, 13, 16
+
+    def temporary(time):
+        token = [
+            jax.ShapeDtypeStruct((1, time, *x), jnp.float32) for x in ((1, key_dim), (1, value_dim), (1,), (1, count))
+        ]
+        key, value, gate, weights = token
+
+        def loss(*arguments):
+            return ops.log_linear_delta_rule(*arguments, chunk_size=chunk_size, implementation="chunked")[0].sum()
+
+        compiled = jax.jit(jax.grad(loss, range(6))).lower(key, key, value, gate, gate, weights).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    short, long = temporary(1024), temporary(4096)
+    stack = 4096 // chunk_size * (count - chunk_size.bit_length()) * key_dim * value_dim * 4
+    assert long < 4 * short and long < 0.8 * stack
