@@ -55,14 +55,39 @@ def test_the_command_line_is_refused_in_one_line(fault):
 
 
 def test_benchmark_writes_table_and_picture(tmp_path):
-    status, output = run("experiments.benchmark", "--lengths=16,32", "--repeats=1", "--heads=1", f"--out={tmp_path}")
+    options = ("--op=log_linear_delta_rule", "--lengths=16,32", "--repeats=1", "--heads=1", f"--out={tmp_path}")
+    status, output = run("experiments.benchmark", *options, "--implementations=chunked,flat,softmax")
     assert status == 0, output
     with open(tmp_path / "benchmark.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 2 * 4 * 2 and all(float(r["ms"]) > 0 for r in rows)
+    assert len(rows) == 2 * 3 * 2 and all(float(r["ms"]) > 0 for r in rows)
+    ms = {(r["T"], r["implementation"], r["measured"]): float(r["ms"]) for r in rows}
+    for r in rows:
+        flat, half = ms[r["T"], "flat", r["measured"]], ms["16", r["implementation"], r["measured"]]
+        assert float(r["over_flat"]) == pytest.approx(float(r["ms"]) / flat)
+        assert r["over_half_T"] == "nan" if r["T"] == "16" else float(r["over_half_T"]) == float(r["ms"]) / half
     assert (tmp_path / "benchmark.png").exists() and "| 32 | chunked |" in (tmp_path / "benchmark.md").read_text()
-    status, output = run("experiments.benchmark", "--implementations=chunky", f"--out={tmp_path}")
-    assert status != 0 and "'chunky' is not one of" in output
+    for name, message in (("chunky", "'chunky' is not one of"), ("flat", "'flat' is delta_rule itself")):
+        status, output = run("experiments.benchmark", f"--implementations={name}", f"--out={tmp_path}")
+        assert status != 0 and message in output
+
+
+def test_benchmark_of_decoding_counts_states_and_caches(tmp_path):
+    sizes = ("--heads=2", "--key_dim=4", "--value_dim=8", "--dtype=bfloat16", "--repeats=1", "--tokens=3")
+    options = ("--op=log_linear_attention", "--decode", "--positions=6,31", *sizes, f"--out={tmp_path}")
+    status, output = run("experiments.benchmark", *options)
+    assert status == 0, output
+    with open(tmp_path / "decode.csv", newline="") as file:
+        rows = {(r["implementation"], int(r["position"])): r for r in csv.DictReader(file)}
+    slot = 4 * 2 * 4 * 8
+    for position, levels, live in ((6, 4, 2), (31, 6, 5)):
+        row = rows["log_linear_attention", position]
+        assert int(row["levels"]) == levels and int(row["state_bytes"]) == levels * slot + 4
+        assert float(row["live_mib"]) == pytest.approx(live * slot / 2**20, rel=0.01)
+        assert int(rows["flat", position]["state_bytes"]) == slot
+        assert int(rows["softmax", position]["state_bytes"]) == 2 * 2 * 2 * 8 * (position + 1) + 4
+    assert all(float(r["us_per_token"]) > 0 for r in rows.values())
+    assert "| 31 | log_linear_attention | 6 |" in (tmp_path / "decode.md").read_text()
 
 
 def test_a_grid_is_crossed_or_refused():
