@@ -1,4 +1,4 @@
-"""Host data: text as bytes, tokenised shards, images as pixels; batches of numpy arrays as a function of (seed, step).
+"""Host data: text as bytes, tokenised shards, images as pixels, synthetic tasks; batches as a function of (seed, step).
 
     dataset = make(DataConfig(kind="text", window=512, batch_size=16))
     for batch in dataset.train_iterator(start_step=0): ...          # endless
@@ -7,40 +7,42 @@
 Both take rows=slice(start, stop), the rows of each global batch that this process wants: any number of processes,
 and any worker_count, see the same data.
 
-Text and token batches: {"tokens", "targets", "mask", "segment_ids"}, all [B, T] int32 but for the float32 mask.
+Text, token and recall batches: {"tokens", "targets", "mask", "segment_ids"}, all [B, T] int32 but for the float32 mask.
 Image batches: {"pixels" [B, T, 1] float32, "labels" [B] int32, "mask" [B] float32}.
 """
 
 import hashlib
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from efla_jax.data import images, text, windows
 from efla_jax.data.baselines import bigram_bits_per_byte, lzma_bits_per_byte
 from efla_jax.data.batches import Batch, BatchIterator, Mixture, Source, pad_batch, step_batches
 from efla_jax.data.images import ImageSplit, corruptions, load_images
 from efla_jax.data.packing import PackedRows
+from efla_jax.data.recall import Recall, RecallDataset
 from efla_jax.data.shards import TokenSplits, open_shards
 from efla_jax.data.text import END_OF_DOCUMENT, VOCAB_SIZE, Corpus, TextSplits, load_text
 from efla_jax.data.windows import Concatenated, TokenWindows
 
 __all__ = [
     "END_OF_DOCUMENT", "VOCAB_SIZE", "Batch", "BatchIterator", "Corpus", "DataConfig", "ImageDataset", "ImageSplit",
-    "PackedRows", "TextDataset", "TextSplits", "TokenDataset", "TokenSplits", "TokenWindows", "bigram_bits_per_byte",
-    "corruptions", "load_images", "load_text",
-    "lzma_bits_per_byte", "make", "open_shards", "pad_batch",
+    "PackedRows", "Recall", "RecallDataset", "TextDataset", "TextSplits", "TokenDataset", "TokenSplits", "TokenWindows",
+    "bigram_bits_per_byte", "corruptions", "load_images", "load_text", "lzma_bits_per_byte", "make", "open_shards",
+    "pad_batch",
 ]
 
-KINDS = ("text", "images", "tokens")
+KINDS = ("text", "images", "tokens", "recall")
 PACKINGS = ("windows", "first_fit")
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What to read. kind "text", "images" or "tokens"; without a path text is Python's own, images are digits.
+    """What to read. kind "text", "images", "tokens" or "recall"; without a path text is Python's, images are digits.
 
     window is the training length T of text and tokens; eval_batch_size 0 means batch_size; valid_path and
     valid_fraction concern text; worker_count > 0 reads in that many processes and does not change the data.
@@ -48,6 +50,8 @@ class DataConfig:
     "tokens" are folders written by prepare_data: one `path`, or `paths` mixed by `weights` (none: by size). packing
     "windows" cuts the stream every T tokens, "first_fit" keeps documents whole where they fit. verify=True compares
     every checksum before the first batch.
+
+    "recall" is generated: `task` holds the fields of `recall.Recall`, its lengths among them.
     """
 
     kind: str = "text"
@@ -63,9 +67,10 @@ class DataConfig:
     weights: tuple[float, ...] = ()
     packing: str = "windows"
     verify: bool = False
+    task: Mapping[str, Any] = field(default_factory=dict)
 
 
-def make(config: DataConfig) -> "TextDataset | ImageDataset | TokenDataset":
+def make(config: DataConfig) -> "TextDataset | ImageDataset | TokenDataset | RecallDataset":
     """Reads the data and checks that it can fill one batch. Raises ValueError naming the field at fault."""
     if config.kind not in KINDS:
         raise ValueError(f"kind={config.kind!r} must be one of {', '.join(KINDS)}")
@@ -77,6 +82,11 @@ def make(config: DataConfig) -> "TextDataset | ImageDataset | TokenDataset":
         raise ValueError(f"packing={config.packing!r} must be one of {', '.join(PACKINGS)}")
     if config.kind != "tokens" and (config.paths or config.weights or config.packing != PACKINGS[0]):
         raise ValueError(f"paths, weights and packing are for kind='tokens', and kind={config.kind!r}: leave them out")
+    if config.kind != "recall" and config.task:
+        raise ValueError(f"task={dict(config.task)} is for kind='recall', and kind={config.kind!r}: leave it out")
+    if config.kind == "recall":
+        sizes = config.batch_size, config.eval_batch_size
+        return RecallDataset(config.task, *sizes, config.seed, config.worker_count)
     if config.kind == "tokens":
         return TokenDataset(config)
     return TextDataset(config) if config.kind == "text" else ImageDataset(config)

@@ -1,0 +1,186 @@
+"""Associative recall: the laws of its rows in figures, batches as a function of (seed, step), runs that end early."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+from efla_jax import data
+from efla_jax.data import recall
+from efla_jax.data.recall import Recall, Size
+
+PACKED = dict(layout="packed", vocab_size=128, length=48, pairs=5, examples=130, test_examples=50)
+
+
+def slots_of(tokens, targets, pairs, passes=1):
+    """[rows, pairs]: in which slot behind the pairs the i-th key is asked for, found by its value."""
+    values = tokens[:, 1 : 2 * pairs : 2]
+    places = np.argmax(targets[:, None] == values[..., None], axis=2)
+    assert np.all(np.take_along_axis(tokens, places, 1) == tokens[:, : 2 * pairs : 2])  # asked for by its key
+    return (places - 2 * passes * pairs) / 2
+
+
+def test_rows_follow_the_published_law():
+    """L = 64, D = 4: figures counted from the authors' generator."""
+    tokens, targets = Recall().fixed_rows(Size(64, 4), 20000, (0,))
+    slots = slots_of(tokens, targets, 4)
+    assert np.all(slots == np.floor(slots)) and slots.min() == 0 and slots.max() == 27
+    assert np.mean(slots[:, 0] == 0) == pytest.approx(0.251, abs=0.01)
+    assert np.mean(slots < 4) == pytest.approx(0.45, abs=0.01)
+    assert slots.mean(0) == pytest.approx([6.2, 6.8, 7.5, 8.0], abs=0.15)  # in the order of the draws
+    uniform = slots_of(*Recall(power=1.0).fixed_rows(Size(64, 4), 20000, (0,)), 4)
+    assert uniform.mean(0) == pytest.approx([13.5] * 4, abs=0.2)
+
+
+@pytest.mark.parametrize("layout, answers, passes", [
+    ("scattered", False, 1), ("scattered", True, 1), ("scattered", False, 2), ("packed", False, 1), ("packed", True, 1),
+])  # fmt: skip
+def test_every_key_is_told_and_asked_for_once(layout, answers, passes):
+    task = Recall(layout=layout, vocab_size=60, length=52, pairs=6, passes=passes, answers=answers, fill=False)
+    tokens, targets = task.rows(Size(52, 6), 3000, np.random.default_rng(0))
+    told = tokens[:, : 12 * passes].reshape(-1, passes, 6, 2)
+    assert np.all(told == told[:, :1])
+    keys, values = told[:, 0, :, 0], told[:, 0, :, 1]
+    for column, low, high in ((keys, 1, 29), (values, 30, 59)):  # distinct within a row, uniform over all ids
+        assert np.all(np.diff(np.sort(column, 1), axis=1) > 0)
+        ids, counts = np.unique(column, return_counts=True)
+        assert (ids.min(), ids.max()) == (low, high)
+        assert np.abs(counts / counts.mean() - 1).max() < 0.2
+    assert abs(np.corrcoef(keys[:, 0], values[:, 0])[0, 1]) < 0.06
+    assert np.all((targets > 0).sum(1) == 6)
+    slots = slots_of(tokens, targets, 6, passes)
+    if layout == "packed":
+        assert np.all(np.sort(slots, 1) == np.arange((52 - 12) // 2 - 6, (52 - 12) // 2))
+        assert slots.mean(0) == pytest.approx([16.5] * 6, abs=0.15)
+    written = np.zeros_like(tokens)
+    written[:, : 12 * passes] = 1
+    written[targets > 0] = 1
+    if answers:
+        rows, places = np.nonzero(targets)
+        assert np.all(tokens[rows, places + 1] == targets[rows, places])
+        written[rows, places + 1] = 1
+    assert np.all((tokens > 0) == written)  # the rest is blank
+    filled, same = Recall(layout=layout, vocab_size=60, length=52, pairs=6, passes=passes, answers=answers).rows(
+        Size(52, 6), 3000, np.random.default_rng(0)
+    )
+    assert np.all(same == targets) and np.all(filled[written > 0] == tokens[written > 0])
+    unused = np.unique(filled[written == 0])
+    assert (unused.min(), unused.max(), unused.size) == ((0, 59, 60) if layout == "scattered" else (1, 59, 59))
+
+
+def dataset(batch_size=16, eval_batch_size=0, seed=3, **task):
+    config = data.DataConfig(
+        kind="recall", batch_size=batch_size, eval_batch_size=eval_batch_size, seed=seed, task=PACKED | task
+    )
+    return data.make(config)
+
+
+def some(dataset, count, **how):
+    iterator = dataset.train_iterator(**how)
+    try:
+        return [next(iterator) for _ in range(count)]
+    finally:
+        iterator.close()
+
+
+def rows_of(batches):
+    return [row.tobytes() for batch in batches for row in batch["tokens"][batch["mask"].any(1)]]
+
+
+def test_an_epoch_has_every_row_once_and_none_that_is_held_out():
+    made = dataset()
+    assert made.steps_per_epoch == 9 and made.length == 48
+    batches = some(made, 27)
+    assert {name: (value.dtype, value.shape) for name, value in batches[0].items()} == {
+        "tokens": (np.int32, (16, 48)), "targets": (np.int32, (16, 48)), "mask": (np.float32, (16, 48)),
+        "segment_ids": (np.int32, (16, 48)),
+    }  # fmt: skip
+    epochs = [rows_of(batches[i : i + 9]) for i in (0, 9, 18)]
+    assert all(len(set(epoch)) == 130 == len(epoch) for epoch in epochs)
+    assert set(epochs[0]) == set(epochs[1]) == set(epochs[2]) and epochs[0] != epochs[1]
+    assert sum(batch["mask"].sum() for batch in batches[:9]) == 5 * 130
+    held_out = rows_of(made.eval_batches())
+    assert len(set(held_out)) == 50 and not set(held_out) & set(epochs[0])
+    larger = dataset(examples=2000, pairs=(5, 5), test_pairs=5)
+    assert rows_of(larger.eval_batches()) == held_out  # whatever is trained on
+    assert set(rows_of(some(dataset(examples=2000), 125))) > set(epochs[0])
+
+
+@pytest.mark.parametrize("task", [{}, {"examples": 0}, {"length": (48, 64), "examples": (40, 70)}])
+def test_batches_are_a_function_of_seed_and_step(task):
+    made = dataset(**task)
+    straight = some(made, 12)
+    for start, rows in ((0, None), (7, None), (7, slice(4, 9))):
+        again = some(dataset(**task), 12 - start, start_step=start, rows=rows)
+        for a, b in zip(straight[start:], again, strict=True):
+            assert all(np.array_equal(a[name][rows or slice(None)], b[name]) for name in a)
+    assert len({batch["tokens"].shape[1] for batch in straight}) == (2 if task.get("length") else 1)
+    assert not np.array_equal(straight[0]["tokens"], some(dataset(seed=4, **task), 1)[0]["tokens"])
+    iterator = made.train_iterator(2)
+    with pytest.raises(ValueError, match="fingerprint"):
+        dataset(seed=4, **task).train_iterator().set_state(iterator.get_state())
+
+
+def test_fresh_rows_never_return():
+    rows = rows_of(some(dataset(examples=0), 60))
+    assert len(set(rows)) == 60 * 16 and not set(rows) & set(rows_of(dataset(examples=0).eval_batches()))
+
+
+def test_unshuffled_sizes_come_as_they_are_listed():
+    listed = dataset(length=(48, 64), examples=(40, 20), shuffle=False)
+    lengths = [batch["tokens"].shape[1] for batch in some(listed, 10)]
+    assert lengths == [48, 48, 48, 64, 64] * 2
+    mixed = dataset(length=(48, 64), examples=(1600, 1600))
+    lengths = [batch["tokens"].shape[1] for batch in some(mixed, 40)]
+    assert 8 < lengths.count(48) < 32 and mixed.length == 56
+
+
+def test_sizes_of_the_test_and_their_names():
+    made = dataset(length=(24, 48), pairs=(3, 5), test_length=(24, 48, 64), test_pairs=5, longer=(96,))
+    assert list(made.slices()) == ["24x5", "48x5", "64x5"] and list(made.slices(longer=True))[3:] == ["96x5"]
+    for name, batches in made.slices(longer=True).items():
+        length, pairs = map(int, name.split("x"))
+        batches = list(batches)
+        assert all(batch["tokens"].shape == (16, length) for batch in batches)
+        assert sum(batch["mask"].sum() for batch in batches) == 50 * pairs
+    assert dataset().task.test_sizes == (Size(48, 5),)
+    assert "48x5 (130)" in dataset().describe()["train"]
+
+
+FAULTS = {
+    "unknown": ({"pair": 3}, "task.pair: no such field of recall. Did you mean 'pairs'"),
+    "layout": ({"layout": "packd"}, "layout='packd' must be one of scattered, packed"),
+    "short": ({"length": 18}, "length=18 must be even and at least 20, room for 5 pairs told 1 times"),
+    "short with passes": ({"length": 28, "passes": 2}, "length=28 must be even and at least 30"),
+    "odd": ({"length": 49}, "length=49 must be even"),
+    "keys": ({"pairs": 64, "length": 400}, "pairs=64 must lie between 1 and the 63 keys of vocab_size=128"),
+    "vocabulary": ({"layout": "scattered", "length": 128}, "vocab_size=128 must exceed length=128"),
+    "longer": ({"longer": (10,)}, "length=10 must be even and at least 20"),
+    "columns": ({"length": (48, 64), "pairs": (1, 2, 3)}, r"length=\(48, 64\), pairs=\(1, 2, 3\) must have one number"),
+    "fresh and fixed": ({"length": (48, 64), "examples": (0, 5)}, r"examples=\(0, 5\) must be >= 1 for every size"),
+    "power": ({"power": 0.0}, "power=0.0 must be > 0"),
+    "tests": ({"test_examples": 0}, "test_examples=0 must be >= 1"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_task_that_does_not_fit_is_refused(fault):
+    change, message = FAULTS[fault]
+    with pytest.raises(ValueError, match=message):
+        dataset(**change)
+
+
+def test_other_kinds_take_no_task():
+    with pytest.raises(ValueError, match="task=.* is for kind='recall', and kind='text'"):
+        data.make(data.DataConfig(task={"pairs": 3}))
+    with pytest.raises(ValueError, match="split='valid' must be test"):
+        dataset().eval_batches("valid")
+
+
+def test_a_worker_process_can_be_sent_the_data():
+    made = dataset(length=(48, 64))
+    tokens, targets = made.task.fixed_rows(Size(48, 5), 20, (0,))
+    source = recall.FixedBatches([(tokens, targets)], 16, 0, True, range(16))
+    there, here = pickle.loads(pickle.dumps(source))[3], source[3]
+    assert all(np.array_equal(there[name], here[name]) for name in here)
+    assert here["mask"].sum() == 4 * 5 and not here["segment_ids"][4:].any()  # the rest of the second epoch
