@@ -16,9 +16,9 @@ from efla_jax.sharding import path_of
 DECAYED_NAMES = frozenset(("kernel", "embedding"))
 # A short convolution's taps and position tables are kernels and embeddings by name only.
 EXEMPT = re.compile(r"(^|_)(conv|pos|position|positions)(_|\d|$)")
-# Kernels that are not hidden matrices: first and last layers, and gates, whose outputs are one number per head each.
+# Kernels that are not hidden matrices: first and last layers, and gates, whose outputs are numbers per head.
 OUTER = frozenset(("embed", "front", "position", "lm_head", "head"))
-GATES = frozenset(("a_proj", "b_proj", "dt_proj"))
+GATES = frozenset(("a_proj", "b_proj", "dt_proj", "level_weights"))
 SCHEDULES = ("cosine", "constant", "wsd")
 ALGORITHMS = ("adamw", "muon")
 DECAYS = ("matrices", "all")
@@ -288,8 +288,8 @@ def algorithms(params: optax.Params) -> optax.Params:
     """Tree of "muon" and "adamw": what moves each parameter when the algorithm is Muon.
 
     Muon takes kernels of hidden layers, as its authors do. AdamW keeps embeddings and heads, whose rows are tokens and
-    not directions; short convolutions, norms, biases and vectors, which are no matrices; and gates to one number per
-    head: an orthogonal update would move the gates of all heads by the same amount, however small their gradients.
+    not directions; short convolutions, norms, biases and vectors, which are no matrices; and gates, level weights among
+    them: an orthogonal update would move the gates of all heads by the same amount, however small their gradients.
     """
     return jax.tree_util.tree_map_with_path(
         lambda keys, leaf: "muon" if _hidden_matrix(path_of(keys), leaf) else "adamw", params

@@ -36,6 +36,11 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"(q|k|v|x|B|C)_conv/bias", ("tensor",)),
     (r"(A_log|dt_bias|b_bias|D)", ("tensor",)),
     (r"mixer(_\d+)?/norm/scale", ("tensor",)),
+    # of level weights: columns are heads times levels; the MLP is one for all heads
+    (r"level_proj/kernel", ("fsdp", "tensor")),
+    (r"level_weights/(scale|shift)", ("tensor", None)),
+    (r"level_weights/(hidden|out)/kernel", (None, None)),
+    (r"level_weights/(hidden/bias|out_bias)", (None,)),
     (r"(mixer|mlp|final|o|q|k)_norm/scale", (None,)),
     # SequenceClassifier: small, and its rows are what is split
     (r"(front|params/head)/kernel", (None, None)),

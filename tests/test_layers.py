@@ -15,13 +15,18 @@ from efla_jax.layers import MIXERS, Reading, Spread, signals
 from efla_jax.layers.cache import RecurrentCache, carry_on, continues
 from efla_jax.layers.initializers import softplus_inverse
 from efla_jax.model import LanguageModel
+from efla_jax.ops import FenwickState
 from tests.oracle import relative_rms
 
 WIDTH, BATCH, TIME, ROOM = 16, 2, 21, 48
 OPTIONS = {name: {"width": WIDTH, "num_heads": 2} for name in MIXERS}
-OPTIONS["mamba2"]["state_dim"] = 8
+LOG_LINEAR = tuple(name for name in MIXERS if name.startswith("log_linear"))
+for name in ("mamba2", "log_linear_mamba2"):
+    OPTIONS[name]["state_dim"] = 8
+for name in LOG_LINEAR:  # four levels: documents of 21 tokens pass the last one
+    OPTIONS[name]["levels"] = 4
 DELTA = ("delta_net", "efla", "gated_delta_net", "gated_efla")
-DECAYING = ("gated_delta_net", "gated_efla", "mamba2")
+DECAYING = ("gated_delta_net", "gated_efla", "mamba2", "log_linear_mamba2", "log_linear_gated_delta_net")
 
 # Float32 against float32: another order of the same sums through norm, gate and projection, at most 21 tokens deep.
 CLOSE = 2e-5
@@ -43,6 +48,9 @@ def started(mixer):
         return cache
     rng = np.random.default_rng(6)
     conv, state = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), a.dtype), (cache.conv, cache.state))
+    if isinstance(state, FenwickState):  # rows that stand at 6 and 5, where those levels are live that their bits say
+        live = jnp.asarray([[0, 0, 1, 1], [0, 1, 0, 1]], jnp.float32)
+        state = FenwickState(live[:, None, :, None, None] * state.states, jnp.asarray([6, 5], jnp.int32))
     return cache._replace(conv=conv, state=state)
 
 
@@ -142,7 +150,7 @@ def test_structure_shapes_and_dtypes_of_the_cache_never_change(name, dtype):
         assert jax.tree.structure(after) == jax.tree.structure(cache)
         assert jax.tree.map(lambda a: (a.shape, a.dtype), after) == shapes
     if isinstance(cache, RecurrentCache):
-        assert cache.state.dtype == jnp.float32
+        assert jax.tree.leaves(cache.state)[0].dtype == jnp.float32
 
 
 @pytest.mark.parametrize("name", MIXERS)
@@ -335,7 +343,7 @@ def test_parameters_are_float32_and_products_may_be_bfloat16(name):
     # bfloat16 rounds each of about eight tensors on the way to 8 bits
     assert relative_rms(y, applied(name)(params, inputs())[0]) <= 3e-2
     named = {"A_log", "dt_bias", "D"} & set(initial["params"])
-    assert named == ({"A_log", "dt_bias"} if name in DECAYING else set()) | ({"D"} if name == "mamba2" else set())
+    assert named == ({"A_log", "dt_bias"} if name in DECAYING else set()) | ({"D"} if "mamba2" in name else set())
 
 
 @pytest.mark.parametrize("name", MIXERS)
@@ -356,7 +364,7 @@ def test_decay_parameters_begin_where_the_papers_say(name):
     mixer = make(name, num_heads=64, head_dim=1)
     p = jax.jit(mixer.init)(jax.random.key(7), inputs(2))["params"]
     rate, dt = np.exp(p["A_log"]), np.asarray(softplus(p["dt_bias"]))
-    low = 1.0 if name == "mamba2" else 0.0
+    low = 1.0 if "mamba2" in name else 0.0
     assert low <= rate.min() < low + 1 and 15 < rate.max() <= 16 and abs(rate.mean() - (16 + low) / 2) < 2
     assert 1e-3 <= dt.min() * (1 + 1e-5) < 2e-3 and 0.07 < dt.max() <= 0.1 * (1 + 1e-5)
     assert abs(np.log(dt).mean() - np.log(1e-2)) < 0.4  # log-uniform in [1e-3, 0.1]

@@ -7,6 +7,10 @@ from efla_jax.layers.delta_net import DeltaNet as DeltaNet
 from efla_jax.layers.efla import EFLA as EFLA
 from efla_jax.layers.gated_delta_net import GatedDeltaNet as GatedDeltaNet
 from efla_jax.layers.gated_efla import GatedEFLA as GatedEFLA
+from efla_jax.layers.level_weights import LevelWeights as LevelWeights
+from efla_jax.layers.log_linear import LogLinearEFLA as LogLinearEFLA
+from efla_jax.layers.log_linear import LogLinearGatedDeltaNet as LogLinearGatedDeltaNet
+from efla_jax.layers.log_linear import LogLinearMamba2 as LogLinearMamba2
 from efla_jax.layers.mamba2 import Mamba2 as Mamba2
 from efla_jax.layers.reading import Reading as Reading
 from efla_jax.layers.reading import Spread as Spread
@@ -19,4 +23,7 @@ MIXERS = {
     "gated_delta_net": GatedDeltaNet,
     "gated_efla": GatedEFLA,
     "mamba2": Mamba2,
+    "log_linear_mamba2": LogLinearMamba2,
+    "log_linear_gated_delta_net": LogLinearGatedDeltaNet,
+    "log_linear_efla": LogLinearEFLA,
 }

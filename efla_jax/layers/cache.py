@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
+from efla_jax.ops import FenwickState
 from efla_jax.ops.segments import mask_padding
 from efla_jax.shapes import SegmentIds, State
 
@@ -19,21 +20,21 @@ class RecurrentCache(NamedTuple):
     """The cache of a recurrent mixer.
 
     conv     one [B, W-1, D] per convolution: the last W-1 real inputs of the document, oldest first
-    state    [B, H, K, V] float32
+    state    [B, H, K, V] float32, or a FenwickState
     segment  [B] int32, id of the row's last real token; 0 before the first
     """
 
     conv: tuple[Array, ...]
-    state: State
+    state: State | FenwickState
     segment: Int[Array, " B"]
 
 
 def fresh_cache(
-    batch: int, conv_width: int, channels: tuple[int, ...], state: tuple[int, int, int], dtype: DTypeLike
+    batch: int, conv_width: int, channels: tuple[int, ...], state: State | FenwickState, dtype: DTypeLike
 ) -> RecurrentCache:
     """The cache of rows that have seen nothing: one convolution per entry of `channels` (none when conv_width is 0)."""
     conv = tuple(jnp.zeros((batch, conv_width - 1, size), dtype) for size in channels if conv_width)
-    return RecurrentCache(conv, jnp.zeros((batch, *state), jnp.float32), jnp.zeros((batch,), jnp.int32))
+    return RecurrentCache(conv, state, jnp.zeros((batch,), jnp.int32))
 
 
 def continues(
@@ -67,9 +68,10 @@ def carry_on(keep: Bool[Array, " B"], cached):
 
 def begin(mixer, x: jax.Array, segment_ids: SegmentIds | None, cache) -> tuple[jax.Array, Any, Any, Int[Array, " B"]]:
     """What a call of a recurrent mixer begins with: x [B, T, D] with zeros at padding, the convolutions' inputs and the
-    state where the document goes on (a fresh cache's for None), and the id of each row's last real token after it."""
+    state where the document goes on (None without a cache), and the id of each row's last real token after it."""
     if segment_ids is not None:
         x = mask_padding(segment_ids != 0, x)
-    cache = mixer.init_cache(x.shape[0]) if cache is None else cache
+    # Without a state an operator knows that its rows begin, which may be cheaper.
+    cache = mixer.init_cache(x.shape[0])._replace(state=None) if cache is None else cache
     keep, segment = continues(cache.segment, segment_ids, x.shape[1])
     return x, *carry_on(keep, (cache.conv, cache.state)), segment

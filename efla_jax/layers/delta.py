@@ -1,5 +1,7 @@
 """The block around the delta rule that its mixers share; each adds how key, value and beta become a step."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -76,11 +78,16 @@ class DeltaMixer(nn.Module):
         return key_heads, heads, key_dim, value_dim
 
     @nn.nowrap
+    def init_state(self, batch_size: int) -> Any:
+        """What the recurrence begins with."""
+        return jnp.zeros((batch_size, *self.sizes()[1:]), jnp.float32)
+
+    @nn.nowrap
     def init_cache(self, batch_size: int) -> RecurrentCache:
         """The cache of `batch_size` rows that have seen nothing."""
         key_heads, heads, key_dim, value_dim = self.sizes()
         channels = key_heads * key_dim, key_heads * key_dim, heads * value_dim
-        return fresh_cache(batch_size, self.conv_width, channels, (heads, key_dim, value_dim), self.dtype)
+        return fresh_cache(batch_size, self.conv_width, channels, self.init_state(batch_size), self.dtype)
 
     @nn.nowrap
     def operator_flops(self, length: int) -> float:
@@ -110,12 +117,17 @@ class DeltaMixer(nn.Module):
         beta = self.beta(x)
         unit_k, u, erase, log_decay = self.coefficients(k, v, beta, self.log_decay(x))
         read_delta_step(k, beta, erase, log_decay, segment_ids)
-        o, state = delta_rule(
-            q, unit_k, u, erase, log_decay,
+        o, state = self.recurrence(x, q, unit_k, u, erase, log_decay, state, segment_ids)
+        return merge_heads(self, o, x), RecurrentCache(q_inputs + k_inputs + v_inputs, state, segment)
+
+    def recurrence(self, x, q, k, u, erase, log_decay, state, segment_ids) -> tuple[jax.Array, Any]:
+        """Outputs [B, T, H, V] and next state of the operator, from its coefficients and the block's input x; state
+        None: a fresh one."""
+        return delta_rule(
+            q, k, u, erase, log_decay,
             initial_state=state, segment_ids=segment_ids,
             chunk_size=self.chunk_size, implementation=self.implementation,
         )  # fmt: skip
-        return merge_heads(self, o, x), RecurrentCache(q_inputs + k_inputs + v_inputs, state, segment)
 
     def beta_logits(self, x: jax.Array) -> jax.Array:
         logits = gate(self, "b_proj")(x)

@@ -1,5 +1,7 @@
 """Mamba-2: linear attention with a scalar decay per head, state-space duality (arXiv 2405.21060)."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -63,17 +65,30 @@ class Mamba2(nn.Module):
         return self.num_groups, self.num_heads, self.state_dim, value_dim
 
     @nn.nowrap
+    def init_state(self, batch_size: int) -> Any:
+        """What the recurrence begins with."""
+        return jnp.zeros((batch_size, *self.sizes()[1:]), jnp.float32)
+
+    @nn.nowrap
     def init_cache(self, batch_size: int) -> RecurrentCache:
         """The cache of `batch_size` rows that have seen nothing."""
         groups, heads, key_dim, value_dim = self.sizes()
         channels = heads * value_dim, groups * key_dim, groups * key_dim
-        return fresh_cache(batch_size, self.conv_width, channels, (heads, key_dim, value_dim), self.dtype)
+        return fresh_cache(batch_size, self.conv_width, channels, self.init_state(batch_size), self.dtype)
 
     @nn.nowrap
     def operator_flops(self, length: int) -> float:
         """Of the recurrence per token, whatever the length: the update B (dt x)^T and S^T C are 2 K V each a head."""
         _, heads, key_dim, value_dim = self.sizes()
         return 4.0 * heads * key_dim * value_dim
+
+    def recurrence(self, x, q, k, u, erase, log_decay, state, segment_ids) -> tuple[jax.Array, Any]:
+        """See `DeltaMixer`; there is no erase."""
+        return linear_attention(
+            q, k, u, log_decay,
+            initial_state=state, segment_ids=segment_ids,
+            chunk_size=self.chunk_size, implementation=self.implementation,
+        )  # fmt: skip
 
     @nn.compact
     def __call__(
@@ -92,11 +107,7 @@ class Mamba2(nn.Module):
 
         wide = values.astype(jnp.float32)
         u = (dt[..., None] * wide).astype(values.dtype)
-        o, state = linear_attention(
-            c, b, u, log_decay,
-            initial_state=state, segment_ids=segment_ids,
-            chunk_size=self.chunk_size, implementation=self.implementation,
-        )  # fmt: skip
+        o, state = self.recurrence(x, c, b, u, None, log_decay, state, segment_ids)
         o = o.astype(jnp.float32) + self.param("D", nn.initializers.ones, (num_heads,), jnp.float32)[:, None] * wide
         z = dense(self, "z_proj", inner)(x).astype(jnp.float32)
         o = o.reshape(z.shape) * nn.silu(z)

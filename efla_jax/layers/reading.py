@@ -80,6 +80,15 @@ def read_delta_step(k, beta, erase, log_decay, segment_ids) -> None:
         Reading(name="decay")(jnp.exp(log_decay), segment_ids)
 
 
+def read_level_weights(weights, segment_ids) -> None:
+    """Level weights of all levels, and how far a token's lie apart: their mean distance from their mean, over it."""
+    batch, time, heads, levels = weights.shape
+    Reading(name="level_weight")(weights.reshape(batch, time, heads * levels), segment_ids)
+    mean = jnp.mean(weights, axis=-1, keepdims=True)
+    apart = jnp.mean(jnp.abs(weights - mean), axis=-1)  # where a standard deviation of 0 would have no gradient
+    Reading(name="level_contrast")(apart / jnp.maximum(mean[..., 0], jnp.finfo(jnp.float32).tiny), segment_ids)
+
+
 def signals(captured) -> dict[str, jax.Array]:
     """A few scalars float32 from captured intermediates of a mixer or a model, whose Spreads may be stacked by layer.
 
