@@ -42,6 +42,7 @@ def base() -> ConfigDict:
             signals_every=0,  # how stiff and how forgetful the mixers are
             eval_every=0,
             eval_batches=0,  # 0: all of them
+            stop_at=0.0,  # held-out accuracy at which the run ends; 0: never
             save_every=0,
             keep=2,  # newest checkpoints
             keep_period=0,  # and every multiple of it

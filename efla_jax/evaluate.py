@@ -84,6 +84,17 @@ def evaluate(
     return scores
 
 
+def evaluate_slices(
+    score: Callable[[Iterable[Mapping[str, np.ndarray]]], dict[str, float]],
+    slices: Mapping[str, Iterable[Mapping[str, np.ndarray]]],
+) -> dict[str, float]:
+    """Means of the scores over slices that have equally many examples of equally many targets each, so that they are
+    means over examples; and the accuracy of every slice as "accuracy/NAME". `score` is `evaluate` of a model."""
+    each = {name: score(batches) for name, batches in slices.items()}
+    means = {key: float(np.mean([scores[key] for scores in each.values()])) for key in next(iter(each.values()))}
+    return means | {f"accuracy/{name}": scores["accuracy"] for name, scores in each.items()}
+
+
 def corruption_curves(model: nn.Module, params, dataset) -> list[dict[str, float | str]]:
     """Test accuracy of an image classifier under every corruption: rows {"corruption", "severity", "accuracy",
     "loss"}."""

@@ -2,10 +2,12 @@
 
 import pickle
 
+import jax
 import numpy as np
 import pytest
 
-from efla_jax import data
+from configs import quickstart
+from efla_jax import data, evaluate, metrics, train
 from efla_jax.data import recall
 from efla_jax.data.recall import Recall, Size
 
@@ -137,8 +139,8 @@ def test_unshuffled_sizes_come_as_they_are_listed():
 
 def test_sizes_of_the_test_and_their_names():
     made = dataset(length=(24, 48), pairs=(3, 5), test_length=(24, 48, 64), test_pairs=5, longer=(96,))
-    assert list(made.slices()) == ["24x5", "48x5", "64x5"] and list(made.slices(longer=True))[3:] == ["96x5"]
-    for name, batches in made.slices(longer=True).items():
+    assert list(made.slices()) == ["24x5", "48x5", "64x5"] and list(made.slices("longer")) == ["96x5"]
+    for name, batches in (made.slices() | made.slices("longer")).items():
         length, pairs = map(int, name.split("x"))
         batches = list(batches)
         assert all(batch["tokens"].shape == (16, length) for batch in batches)
@@ -173,7 +175,7 @@ def test_a_task_that_does_not_fit_is_refused(fault):
 def test_other_kinds_take_no_task():
     with pytest.raises(ValueError, match="task=.* is for kind='recall', and kind='text'"):
         data.make(data.DataConfig(task={"pairs": 3}))
-    with pytest.raises(ValueError, match="split='valid' must be test"):
+    with pytest.raises(ValueError, match="split='valid' must be test or longer"):
         dataset().eval_batches("valid")
 
 
@@ -184,3 +186,58 @@ def test_a_worker_process_can_be_sent_the_data():
     there, here = pickle.loads(pickle.dumps(source))[3], source[3]
     assert all(np.array_equal(there[name], here[name]) for name in here)
     assert here["mask"].sum() == 4 * 5 and not here["segment_ids"][4:].any()  # the rest of the second epoch
+
+
+def tiny_config():
+    """One pair to remember, four values: learned within 60 steps."""
+    config = quickstart.get_config("gated_delta_net")
+    config.mesh.data = 1
+    with config.unlocked():
+        config.data = dict(kind="recall", batch_size=16, eval_batch_size=32, task=dict(
+            layout="packed", vocab_size=8, length=6, pairs=1, examples=200, test_examples=64, longer=(10,)
+        ))  # fmt: skip
+    config.model.update(width=16, depth=2, mlp="none")
+    config.optim.update(learning_rate=1e-2, schedule="constant", warmup_steps=0, weight_decay=0.0)
+    config.train.update(steps=60, log_every=10, eval_every=10, stop_at=0.95)
+    return config
+
+
+def test_a_run_ends_when_its_score_is_reached_and_scores_longer_rows(tmp_path, capsys):
+    config = tiny_config()
+    run = train.fit(config, tmp_path / "run")
+    rows = metrics.read_rows(run.workdir)
+    scored = [row for row in rows if "test_accuracy" in row]
+    last = rows[-1]["step"]
+    assert run.finished and last < 60 and [row["step"] for row in scored] == list(range(10, last + 1, 10))
+    assert all(row["test_accuracy"] < 0.95 for row in scored[:-1]) and scored[-1]["test_accuracy"] >= 0.95
+    assert [name for name in run.scores if "/" in name] == ["accuracy/6x1", "accuracy/10x1"]
+    assert "test_accuracy/10x1" in scored[-1] and not any("test_accuracy/10x1" in row for row in scored[:-1])
+    assert f"step {last}: held-out accuracy" in capsys.readouterr().out
+    longer = evaluate.evaluate(run.model, run.params, run.dataset.eval_batches("longer"))
+    assert longer["accuracy"] == run.scores["accuracy/10x1"] and longer["weight"] == 64
+
+    again = train.fit(config, run.workdir, resume=True)  # does not go on
+    assert again.finished and again.scores == run.scores and metrics.read_rows(run.workdir) == rows
+    config.train.update(stop_at=0.0, steps=last)
+    whole = train.fit(config, tmp_path / "whole")
+    assert whole.scores == run.scores
+    for a, b in zip(jax.tree.leaves(whole.params), jax.tree.leaves(run.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_score_that_could_not_be_reached_is_refused(tmp_path):
+    for change in ({"stop_at": 1.5}, {"eval_every": 0}):
+        config = tiny_config()
+        config.train.update(change)
+        with pytest.raises(ValueError, match="config.train.stop_at: .* is an accuracy, at most 1, that is looked at"):
+            train.fit(config, tmp_path / "run")
+    config = tiny_config()
+    config.mesh.context = 4
+    with pytest.raises(ValueError, match="config.mesh.context: rows of 6 tokens or pixels are not divisible"):
+        train.fit(config, tmp_path / "run")
+
+
+def test_slices_count_examples_and_not_targets():
+    scores = {"1": {"accuracy": 0.5, "loss": 1.0}, "30": {"accuracy": 1.0, "loss": 0.0}}
+    found = evaluate.evaluate_slices(lambda batches: scores[str(len(batches))], {"a": [{}], "b": [{}] * 30})
+    assert found == {"accuracy": 0.75, "loss": 0.5, "accuracy/a": 0.5, "accuracy/b": 1.0}

@@ -9,6 +9,7 @@ is its value; no other position has a target (0). Keys are 1 ... V/2 - 1, values
 
 import difflib
 import hashlib
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -233,7 +234,7 @@ class FreshBatches:
 class RecallDataset:
     """Associative recall with splits "train" and "test"; `length` is the mean of the training batches' lengths.
 
-    Held-out rows of a seed are the same whatever is trained on. `slices` names them by length and pairs."""
+    Held-out rows of a seed are the same whatever is trained on; their `slices` are told apart by length and pairs."""
 
     kind = "recall"
     bytes_per_token = 0.0
@@ -247,8 +248,8 @@ class RecallDataset:
         self._seed, self._worker_count, self.vocab_size = seed, worker_count, task.vocab_size
         batches = [-(-examples // batch_size) for examples in task.examples_of_sizes]
         self.steps_per_epoch = sum(batches)
-        lengths = [size.length for size in task.train_sizes]
-        self.length = round(float(np.average(lengths, weights=batches if self.steps_per_epoch else None)))
+        self.lengths = tuple(size.length for size in task.train_sizes)
+        self.length = round(float(np.average(self.lengths, weights=batches if self.steps_per_epoch else None)))
         self._tests: dict[Size, tuple[np.ndarray, np.ndarray]] = {}
 
     def train_iterator(self, start_step: int = 0, rows: slice | None = None) -> BatchIterator:
@@ -263,16 +264,16 @@ class RecallDataset:
         mark = hashlib.sha256(repr((task, self._batch_size, self._seed)).encode()).hexdigest()[:16]
         return BatchIterator(grain.MapDataset.source(source), mark, start_step, self._worker_count)
 
-    def slices(self, longer: bool = False) -> dict[str, Iterator[Batch]]:
-        """The held-out batches of each size, named as in "128x8"; `longer`: of the sizes scored at the end, too."""
-        sizes = self.task.test_sizes + (self.task.longer_sizes if longer else ())
+    def slices(self, split: str = "test") -> dict[str, Iterator[Batch]]:
+        """The held-out batches of each size, named as in "128x8": those of the "test", or of "longer" rows."""
+        if split not in ("test", "longer"):
+            raise ValueError(f"split={split!r} must be test or longer")
+        sizes = self.task.test_sizes if split == "test" else self.task.longer_sizes
         return {str(size): self._batches(size) for size in sizes}
 
     def eval_batches(self, split: str = "test") -> Iterator[Batch]:
-        """Every row of the "test" split once, size after size; padding has mask 0."""
-        if split != "test":
-            raise ValueError(f"split={split!r} must be test: recall is held out by that name only")
-        return (batch for batches in self.slices().values() for batch in batches)
+        """Every row of a split once, size after size; padding has mask 0."""
+        return itertools.chain.from_iterable(self.slices(split).values())
 
     def _batches(self, size: Size) -> Iterator[Batch]:
         if size not in self._tests:

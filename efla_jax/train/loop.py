@@ -14,13 +14,13 @@ from ml_collections import ConfigDict
 
 from efla_jax import checkpoint, flops, metrics, optim, sharding
 from efla_jax.checkpoint import Checkpointer
-from efla_jax.evaluate import evaluate
+from efla_jax.evaluate import evaluate, evaluate_slices
 from efla_jax.model import LanguageModel
 from efla_jax.train import hosts, settings
 from efla_jax.train.report import Clock, Compilations, MetricLog
 from efla_jax.train.step import TrainState, make_signals
 
-HELD_OUT = {"text": "valid", "tokens": "valid", "images": "test"}
+HELD_OUT = {"text": "valid", "tokens": "valid", "images": "test", "recall": "test"}
 
 
 class Run(NamedTuple):
@@ -54,7 +54,7 @@ def fit(
     allow_partial: bool = False,
     cast: bool = False,
 ) -> Run:
-    """Train to config.train.steps and score the held-out split; everything is written below `workdir`.
+    """Train to config.train.steps or stop_at and score the held-out split; everything is written below `workdir`.
 
     Writes config.json, parameters.txt, metrics.jsonl (and TensorBoard events), checkpoints/ and loss.png. `resume` goes
     on from the latest complete checkpoint, if there is one: the same batches, the same numbers, also on another mesh.
@@ -191,7 +191,7 @@ def make_log(job: Job, writer, compilations, begin: int, params) -> MetricLog:
     """The log of a run, with what it needs to know about model, data and devices."""
     data, options = job.config["data"], job.config["train"]
     language = job.parts.model if isinstance(job.parts.model, LanguageModel) else None
-    length = data["window"] if language else job.parts.dataset.length
+    length = getattr(job.parts.dataset, "length", 0) or data["window"]
     peak = options["peak_tflops"] * 1e12 or flops.peak_flops(job.parts.mesh.devices.flat[0]) or 0.0
     return MetricLog(
         writer, job.clock, compilations,
@@ -203,28 +203,47 @@ def make_log(job: Job, writer, compilations, begin: int, params) -> MetricLog:
     )  # fmt: skip
 
 
-def score(job: Job, state: TrainState) -> dict[str, float]:
-    """The scores of the held-out split, of the averaged parameters where there are some."""
+def score(job: Job, state: TrainState, split: str = "") -> dict[str, float]:
+    """The scores of a split, by default the held-out one, of the averaged parameters where there are some."""
     params = optim.evaluation_params(state.params, state.opt_state)
-    batches = job.parts.dataset.eval_batches(HELD_OUT[job.parts.dataset.kind])
-    options = job.config["train"]
+    dataset, options = job.parts.dataset, job.config["train"]
+    split = split or HELD_OUT[dataset.kind]
+    evaluated = functools.partial(
+        evaluate, job.parts.model, params,
+        place=functools.partial(sharding.place, job.parts.mesh), limit=options["eval_batches"],
+        chunk=options["loss_chunk"],
+    )  # fmt: skip
     with job.clock.on("score"):
-        scores = evaluate(
-            job.parts.model, params, batches,
-            place=functools.partial(sharding.place, job.parts.mesh),
-            limit=options["eval_batches"],
-            chunk=options["loss_chunk"],
-        )  # fmt: skip
-    per_byte = getattr(job.parts.dataset, "bytes_per_token", 0.0)
+        if dataset.kind == "recall":
+            return evaluate_slices(evaluated, dataset.slices(split))
+        scores = evaluated(dataset.eval_batches(split))
+    per_byte = getattr(dataset, "bytes_per_token", 0.0)
     return scores | ({"bits_per_byte": scores["bits"] / per_byte} if per_byte else {})
 
 
+def held_out(job: Job, state: TrainState, step: int, end: int) -> tuple[dict[str, float], int]:
+    """Held-out scores, those of "longer" rows too at the end, and where that is: here if they reach train.stop_at."""
+    scores, wanted = score(job, state), job.config["train"]["stop_at"]
+    if 0 < wanted <= scores["accuracy"] and step < end:
+        say(f"step {step}: held-out accuracy {scores['accuracy']:.4f} reaches stop_at={wanted:g}, the run ends here")
+        end = step
+    dataset = job.parts.dataset
+    if step == end and dataset.kind == "recall" and dataset.slices("longer"):
+        longer = score(job, state, "longer")
+        scores |= {name: value for name, value in longer.items() if "/" in name}
+    return scores, end
+
+
 def loop(job: Job, iterator, state: TrainState, stop: hosts.StopRequest) -> tuple[TrainState, dict[str, float], bool]:
-    """Steps from where `state` stands to config.train.steps, with logs, held-out scores and checkpoints on the way.
+    """Steps from where `state` stands to config.train.steps or config.train.stop_at, with logs, held-out scores and
+    checkpoints on the way.
 
     Returns the state, the scores of its end (none when it was told to stop) and whether it reached its end."""
-    options, held_out = job.config["train"], HELD_OUT[job.parts.dataset.kind]
+    options, split = job.config["train"], HELD_OUT[job.parts.dataset.kind]
     begin, end = int(state.step), options["steps"]
+    scores: dict[str, float] = {}
+    if begin == end or (begin and options["stop_at"] and begin % options["eval_every"] == 0):
+        scores, end = held_out(job, state, begin, end)  # of a run that may have ended; its rows are there already
     compilations = Compilations()
     signals = None
     if options["signals_every"] and isinstance(job.parts.model, LanguageModel):
@@ -233,7 +252,6 @@ def loop(job: Job, iterator, state: TrainState, stop: hosts.StopRequest) -> tupl
         job.workdir, start_step=begin + 1, total_steps=end, print_every=options["log_every"],
         wandb_project=options["wandb_project"], config=job.config,
     )  # fmt: skip
-    scores: dict[str, float] = {}
     done, told = begin, False
     with writer, contextlib.closing(compilations), Trace(job.workdir, options, begin) as trace:
         log = make_log(job, writer, compilations, begin, state.params)
@@ -258,8 +276,8 @@ def loop(job: Job, iterator, state: TrainState, stop: hosts.StopRequest) -> tupl
             try:
                 if done == end or (is_due["eval"] and not told):
                     log.flush()
-                    scores = score(job, state)
-                    writer.write(done, {f"{held_out}_{name}": value for name, value in scores.items()})
+                    scores, end = held_out(job, state, done, end)
+                    writer.write(done, {f"{split}_{name}": value for name, value in scores.items()})
                     log.restart(done)
             finally:  # whatever happens to the scores, the steps are not lost
                 if done == end or told or is_due["save"]:
@@ -272,8 +290,6 @@ def loop(job: Job, iterator, state: TrainState, stop: hosts.StopRequest) -> tupl
     job.checkpointer.wait()
     if done < end:
         say(f"{'told to stop' if told else 'no more data'}: step {done} of {end} is saved; go on with --resume")
-    elif begin == end:  # a finished run is scored again; its rows are there already
-        scores = score(job, state)
     draw(job)
     return state, scores, done == end
 

@@ -28,6 +28,7 @@ TRAIN: dict[str, int | float | str] = {
     "signals_every": 0,
     "eval_every": 0,
     "eval_batches": 0,
+    "stop_at": 0.0,
     "save_every": 0,
     "keep": 1,
     "keep_period": 0,
@@ -89,7 +90,7 @@ def build_dataset(config: Mapping[str, Any]) -> Any:
 
 
 def build_model(config: Mapping[str, Any], dataset) -> nn.Module:
-    """A LanguageModel for text, a SequenceClassifier for images."""
+    """A SequenceClassifier for images, a LanguageModel for all else."""
     if dataset.kind == "images":
         sizes = {"num_classes": dataset.num_classes, "max_length": dataset.length}
         return section(config, "model", SequenceClassifier, sizes)
@@ -116,11 +117,12 @@ def build(config: Mapping[str, Any]) -> Parts:
     mesh = section(config, "mesh", sharding.make_mesh, {})
     check_divisible(config, dict(mesh.shape))
     dataset = build_dataset(config)
-    if getattr(dataset, "length", 0) % mesh.shape["context"]:
-        raise ValueError(
-            f"config.mesh.context: the {dataset.length} pixels of an image are not divisible by context="
-            f"{mesh.shape['context']}; set one that divides them, or 1."
-        )
+    for length in getattr(dataset, "lengths", (getattr(dataset, "length", 0),)):
+        if length % mesh.shape["context"]:
+            raise ValueError(
+                f"config.mesh.context: rows of {length} tokens or pixels are not divisible by context="
+                f"{mesh.shape['context']}; set one that divides them, or 1."
+            )
     model = build_model(config, dataset)
     steps = {"total_steps": config["train"]["steps"]}
     optimizer, schedule = section(config, "optim", optim.make_optimizer, steps)
@@ -149,6 +151,11 @@ def check_train(options: Mapping[str, Any]) -> None:
         if not isinstance(least, str) and options[name] < least:
             raise ValueError(f"config.train.{name}: {options[name]} is less than {least}. Set {least} or more.")
     check_best(options)
+    if options["stop_at"] and not (options["stop_at"] <= 1 and options["eval_every"]):
+        raise ValueError(
+            f"config.train.stop_at: {options['stop_at']} is an accuracy, at most 1, that is looked at every eval_every="
+            f"{options['eval_every']} steps. Set both, or 0 to train all steps."
+        )
     if options["wandb_project"] and importlib.util.find_spec("wandb") is None:
         raise ValueError(
             f"config.train.wandb_project: {options['wandb_project']!r} needs the package wandb, which is not installed;"
