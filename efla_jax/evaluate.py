@@ -1,10 +1,12 @@
-"""Held-out scores: sums of losses and weights over batches, divided once. The same sums are what training minimises."""
+"""Held-out scores: sums of losses and weights over batches, divided once, as training minimises them; and what a model
+tells about itself on a batch."""
 
 import csv
 import functools
 import itertools
 import math
 import pathlib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
@@ -12,9 +14,10 @@ import jax
 import numpy as np
 from flax import linen as nn
 
-from efla_jax import metrics
+from efla_jax import layers, metrics
 from efla_jax.losses import Sums, cross_entropy, weighted_sums
 from efla_jax.model import LanguageModel, SequenceClassifier
+from efla_jax.ops.segments import positions
 
 
 def batch_sums(
@@ -93,6 +96,45 @@ def evaluate_slices(
     each = {name: score(batches) for name, batches in slices.items()}
     means = {key: float(np.mean([scores[key] for scores in each.values()])) for key in next(iter(each.values()))}
     return means | {f"accuracy/{name}": scores["accuracy"] for name, scores in each.items()}
+
+
+def level_weights(model: nn.Module, params, batch: Mapping[str, Any]) -> dict[int, np.ndarray]:
+    """{depth: level weights [B, T, H, L] float32} of every log-linear mixer of a model on one batch (see `batch_sums`).
+
+    Raises ValueError if the model has none. `live_levels` says which of them weigh a state."""
+    images = isinstance(model, SequenceClassifier)
+    names = ("pixels",) if images else ("tokens", "segment_ids")
+
+    @jax.jit
+    def capture(params, arrays):
+        _, captured = model.apply(
+            params, arrays[names[0]], segment_ids=arrays.get("segment_ids"), method=None if images else "features",
+            capture_intermediates=lambda module, _: isinstance(module, layers.LevelWeights), mutable="intermediates",
+        )  # fmt: skip
+        return captured.get("intermediates", {})
+
+    found = {}
+    for path, weights in jax.tree.leaves_with_path(capture(params, {name: batch[name] for name in names})):
+        named = re.search(r"'(?:block|mixer)_(\d+)'", jax.tree_util.keystr(path))
+        assert named, path
+        place, weights = int(named[1]), np.asarray(weights)
+        repeated = weights if weights.ndim == 5 else weights[None]  # one entry per pass through the pattern of mixers
+        found |= {group * len(model.mixers) + place: one for group, one in enumerate(repeated)}
+    if not found:
+        raise ValueError(f"model: none of its mixers {model.mixers} is log-linear, so there are no level weights.")
+    return dict(sorted(found.items()))
+
+
+def live_levels(segment_ids: np.ndarray, levels: int) -> np.ndarray:
+    """Which of `levels` levels a token [B, T] reads: bool [B, T, L], False throughout at padding.
+
+    Level 0 is the token itself; level l >= 1 is there where bit l - 1 of the position in the document is set, the last
+    one where any bit from there on is."""
+    level = np.arange(levels)
+    position = np.asarray(positions(*segment_ids.shape, jax.numpy.asarray(segment_ids)))
+    bits = position[..., None] >> np.maximum(level - 1, 0)
+    live = np.where(level == levels - 1, bits > 0, bits & 1 > 0) | (level == 0)
+    return live & (segment_ids != 0)[..., None]
 
 
 def corruption_curves(model: nn.Module, params, dataset) -> list[dict[str, float | str]]:

@@ -260,6 +260,53 @@ def plot_lines(panels: Sequence[Panel], output: str | Path) -> Path:
     return path
 
 
+@dataclass(frozen=True)
+class Map:
+    """An image of `values` [columns, rows], NaN in grey; `columns` names them where they are few enough, and a column
+    stands for `step` units of the x axis."""
+
+    values: np.ndarray
+    title: str = ""
+    columns: Sequence[str] = ()
+    step: int = 1
+
+
+def plot_maps(
+    maps: Sequence[Sequence[Map]], output: str | Path, *, x_label: str, y_label: str, scale_label: str
+) -> Path:
+    """Draws rows of maps on one colour scale, from 0 to the largest value of all, into a PNG and returns its path.
+
+    Raises ValueError when there is nothing finite to draw, or rows have different numbers of maps."""
+    finite = [np.nanmax(one.values) for row in maps for one in row if np.isfinite(one.values).any()]
+    if not finite or len({len(row) for row in maps}) != 1:
+        raise ValueError("maps must be rows of equally many maps, one of them with a finite value")
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    shape = len(maps), len(maps[0])
+    figure = Figure(figsize=(1.5 + 3.2 * shape[1], 0.8 + 1.8 * shape[0]), layout="constrained")
+    grid, image = figure.subplots(*shape, squeeze=False, sharey="row"), None
+    colours = colormaps["viridis"].with_extremes(bad="0.85")
+    for axes, one in zip(grid.flat, [one for row in maps for one in row], strict=True):
+        columns, rows = one.values.shape
+        image = axes.imshow(
+            one.values.T, origin="lower", aspect="auto", interpolation="nearest", vmin=0, vmax=max(finite) or 1,
+            cmap=colours, extent=(-0.5, columns * one.step - 0.5, -0.5, rows - 0.5),
+        )  # fmt: skip
+        axes.set_title(one.title, fontsize=9)
+        if one.columns:
+            axes.set_xticks(range(columns), one.columns, fontsize=6, family="monospace")
+    for axes in grid[-1]:
+        axes.set_xlabel(x_label)
+    for axes in grid[:, 0]:
+        axes.set_ylabel(y_label)
+    figure.colorbar(image, ax=grid, label=scale_label)
+    path = Path(output)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    return path
+
+
 def plot_curves(
     runs: Mapping[str, str | Path],
     output: str | Path,

@@ -1,24 +1,49 @@
-"""Tables and pictures of a sweep of image classifiers: accuracy under corruption, seeds as mean and range.
+"""Tables and pictures of finished runs. One command per kind of report; the first is meant where none is named.
 
-    python -m experiments.report --runs=runs/smnist --out=experiments/results/smnist
+    python -m experiments.report corruption --runs=runs/smnist --out=experiments/results/smnist
 
-Runs of one mixer, step and learning rate are one line, over their seeds. Writes accuracy.csv (every run, corruption and
-severity), table.md (test accuracy and its mean over the severities of each corruption) and corruption.png (one curve
-per line, band from worst to best seed).
+A sweep of image classifiers: accuracy under corruption. Runs of one mixer, step and learning rate are one line, over
+their seeds. Writes accuracy.csv (every run, corruption and severity), table.md (test accuracy and its mean over the
+severities of each corruption) and corruption.png (one curve per line, band from worst to best seed).
+
+    python -m experiments.report level_weights --checkpoint=runs/first --out=levels.png
+    python -m experiments.report level_weights --checkpoint=runs/first/checkpoints/500 --out=levels.png \
+        --text="the rule of the state" --layers=0,3 --heads=0,1
+
+The level weights of a run with a log-linear mixer over a sequence, one panel per layer and head; grey where a token
+has no such level. The sequence is of the run's held-out data (--batch, --rows), or --text, or --tokens. Beside the
+picture levels.npz has the arrays and levels.md the mean over live tokens by layer, head and level. More than 512 tokens
+are drawn as means over consecutive ones.
 """
 
 import csv
+import functools
+import itertools
 import json
 import pathlib
 import statistics
+from typing import Any
 
+import jax
+import numpy as np
+import optax
 from absl import app, flags
 
-from efla_jax import evaluate
+from efla_jax import checkpoint, evaluate, metrics, train
+from efla_jax.train import loop, settings
 
-RUNS = flags.DEFINE_string("runs", None, "folder whose sub-folders are finished runs", required=True)
-OUT = flags.DEFINE_string("out", None, "folder to write to", required=True)
-SHOW = flags.DEFINE_list("show", [], "labels to draw; all by default")
+RUNS = flags.DEFINE_string("runs", None, "corruption: folder whose sub-folders are finished runs")
+SHOW = flags.DEFINE_list("show", [], "corruption: labels to draw; all by default")
+OUT = flags.DEFINE_string("out", None, "folder to write to, or for level_weights a .png")
+CHECKPOINT = flags.DEFINE_string("checkpoint", None, "level_weights: a run's folder, or that of one of its steps")
+DATA = flags.DEFINE_string("data", "", "level_weights: the run's data, if no longer at its config.data.path")
+BATCH = flags.DEFINE_integer("batch", 0, "level_weights: which held-out batch", lower_bound=0)
+ROWS = flags.DEFINE_list("rows", ["0"], "level_weights: rows of that batch")
+TEXT = flags.DEFINE_string("text", None, "level_weights: text in place of held-out rows, for models of bytes")
+TOKENS = flags.DEFINE_list("tokens", None, "level_weights: token ids in place of held-out rows")
+LAYERS = flags.DEFINE_list("layers", [], "level_weights: layers to draw, from 0; all by default")
+HEAD_LIST = flags.DEFINE_list("heads", [], "level_weights: heads to draw, from 0; all by default")
+MOST_PANELS, MOST_COLUMNS, MOST_NAMES = 64, 512, 48
 
 
 def label(config: dict) -> str:
@@ -73,18 +98,14 @@ def table(runs: dict[str, dict[int, list[dict]]]) -> str:
     return "\n".join(lines)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"stray argument {argv[1]!r}")
+def corruption() -> None:
+    """accuracy.csv, table.md and corruption.png of the runs below --runs."""
     out = pathlib.Path(OUT.value)
-    out.mkdir(parents=True, exist_ok=True)
-    try:
-        runs = read(pathlib.Path(RUNS.value))
-    except ValueError as error:
-        raise app.UsageError(str(error)) from None
+    runs = read(pathlib.Path(RUNS.value))
     unknown = [name for name in SHOW.value if name.replace(";", ",") not in runs]
     if unknown:
-        raise app.UsageError(f"--show: {unknown[0]!r} is not one of {list(runs)} (write ';' for the comma)")
+        raise ValueError(f"--show: {unknown[0]!r} is not one of {list(runs)} (write ';' for the comma)")
+    out.mkdir(parents=True, exist_ok=True)
     evaluate.write_rows(
         [
             {"run": name, "seed": seed, **row}
@@ -99,6 +120,159 @@ def main(argv: list[str]) -> None:
     shown = [name.replace(";", ",") for name in SHOW.value] or list(runs)
     evaluate.plot_corruptions({name: list(runs[name].values()) for name in shown}, out / "corruption.png")
     print(f"{text}\n\nwritten: {out}/table.md, accuracy.csv, corruption.png")
+
+
+def tuples(value: Any) -> Any:
+    """Lists of a JSON file as the tuples that a config had."""
+    if isinstance(value, dict):
+        return {name: tuples(one) for name, one in value.items()}
+    return tuple(map(tuples, value)) if isinstance(value, list) else value
+
+
+def restored(path: pathlib.Path) -> tuple[dict, Any, Any, Any]:
+    """(config, dataset, model, scored parameters) of a run, from its folder or that of one of its steps."""
+    folder = next((f for f in (path, *path.absolute().parents[:2]) if (f / "config.json").is_file()), None)
+    if folder is None:
+        raise ValueError(f"--checkpoint={path}: no config.json there; give a run's folder, or one of its steps.")
+    config = tuples(json.loads((folder / "config.json").read_text()))
+    if DATA.value:
+        config["data"] |= {name: () for name in ("paths", "weights") if name in config["data"]} | {"path": DATA.value}
+    dataset = settings.build_dataset(config)
+    model = settings.build_model(config, dataset)
+    shapes = jax.eval_shape(functools.partial(train.make_state, model, optax.identity(), 0)).params
+    part = "ema" if config["optim"].get("ema_decay") else "params"
+    params, report = checkpoint.load_params(path, shapes, part=part)
+    print("\n".join(report.lines()))
+    return config, dataset, model, params
+
+
+def numbers(flag: flags.FlagHolder, count: int) -> list[int]:
+    """The whole numbers below `count` of a list flag."""
+    if not all(word.strip().isdecimal() and int(word) < count for word in flag.value):
+        raise ValueError(f"--{flag.name}={','.join(flag.value)}: give whole numbers from 0 to {count - 1}.")
+    return [int(word) for word in flag.value]
+
+
+def sequences(dataset) -> dict[str, np.ndarray]:
+    """The batch whose level weights are drawn: that of --text, of --tokens, or rows of held-out data."""
+    given = TEXT.value is not None or TOKENS.value is not None
+    if not given:
+        batches = dataset.eval_batches(loop.HELD_OUT[dataset.kind])
+        batch = next(itertools.islice(batches, BATCH.value, None), None)
+        if batch is None:
+            raise ValueError(f"--batch={BATCH.value}: the held-out data has fewer batches.")
+        return {name: x[numbers(ROWS, len(x))] for name, x in batch.items()}
+    if dataset.kind == "images":
+        raise ValueError("--text, --tokens: the run is one of images; choose some by --batch and --rows.")
+    if TEXT.value is not None and dataset.kind != "text":
+        raise ValueError(f"--text: the run's data is of kind {dataset.kind!r}, not bytes; give --tokens, its ids.")
+    tokens = list(TEXT.value.encode()) if TEXT.value is not None else numbers(TOKENS, dataset.vocab_size)
+    if not tokens:
+        raise ValueError("--text, --tokens: empty; give at least one token.")
+    return {"tokens": np.array([tokens], np.int32), "segment_ids": np.ones((1, len(tokens)), np.int32)}
+
+
+def names_of(row: int, batch: dict[str, np.ndarray], kind: str) -> list[str]:
+    """What stands below the columns of a row of few tokens: characters of text, ids of other tokens."""
+    if "tokens" not in batch or batch["tokens"].shape[1] > MOST_NAMES:
+        return []
+    tokens = batch["tokens"][row].tolist()
+    return [chr(t) if 32 < t < 127 else "·" for t in tokens] if kind == "text" else [str(t) for t in tokens]
+
+
+def means(values: np.ndarray, live: np.ndarray) -> np.ndarray:
+    """Mean of values [..., T, L] over the live tokens, NaN where none is."""
+    count = live.sum(axis=-2)
+    return np.where(count > 0, np.where(live, values, 0).sum(axis=-2) / np.maximum(count, 1), np.nan)
+
+
+def drawn(values: np.ndarray, live: np.ndarray, title: str, names: list[str]) -> metrics.Map:
+    """The panel of one layer, row and head; a step of 2^n tokens, so that each level has its share of every column."""
+    step = 1 << max(0, (-(-len(values) // MOST_COLUMNS) - 1).bit_length())
+    fill = ((0, -len(values) % step), (0, 0))
+    values, live = (np.pad(x, fill).reshape(-1, step, values.shape[1]) for x in (values, live))
+    return metrics.Map(means(values, live), title, names, step)
+
+
+def level_weights() -> None:
+    """OUT.png, OUT.npz and OUT.md of the run --checkpoint."""
+    out = pathlib.Path(OUT.value)
+    if out.suffix != ".png":
+        raise ValueError(f"--out={out}: name a picture to write, such as levels.png.")
+    config, dataset, model, params = restored(pathlib.Path(CHECKPOINT.value))
+    batch = sequences(dataset)
+    with jax.default_matmul_precision(config["train"]["matmul_precision"]):  # as it was trained
+        found = evaluate.level_weights(model, params, batch)
+    unknown = [word for word in LAYERS.value if word.strip() not in map(str, found)]
+    if unknown:
+        raise ValueError(f"--layers: {unknown[0]!r} is not one of the log-linear layers {list(found)}.")
+    found = {int(word): found[int(word)] for word in LAYERS.value} or found
+    rows, time, heads, _ = next(iter(found.values())).shape
+    chosen = numbers(HEAD_LIST, heads) or list(range(heads))
+    if len(found) * rows * len(chosen) > MOST_PANELS:
+        raise ValueError(
+            f"{len(found)} layers, {rows} rows and {len(chosen)} heads would be more than {MOST_PANELS} panels: choose"
+            " some by --layers, --rows and --heads."
+        )
+    ids = batch.get("segment_ids", np.ones((rows, time), np.int32))
+    live = {layer: evaluate.live_levels(ids, weights.shape[3]) for layer, weights in found.items()}
+    maps, lines = [], []
+    for (layer, weights), row in itertools.product(found.items(), range(rows)):
+        here, names = live[layer][row], names_of(row, batch, dataset.kind)
+        titles = [f"layer {layer}, head {head}" + (f", row {ROWS.value[row]}" if rows > 1 else "") for head in chosen]
+        maps.append([drawn(weights[row, :, head], here, t, names) for head, t in zip(chosen, titles, strict=True)])
+    for layer, weights in found.items():
+        average = means(weights.transpose(2, 0, 1, 3).reshape(heads, -1, weights.shape[3]),
+                        live[layer].reshape(-1, weights.shape[3]))  # fmt: skip
+        for head in range(heads):
+            cells = ("" if np.isnan(x) else f"{x:.3f}" for x in average[head])
+            lines.append(f"| {layer} | {head} | {' | '.join(cells)} |")
+    write(out, maps, lines, found, live, batch)
+
+
+def write(out, maps, lines, found, live, batch) -> None:
+    """The three files of `level_weights`."""
+    step = maps[0][0].step
+    metrics.plot_maps(
+        maps, out, x_label="token" if step == 1 else f"token (means of {step})", y_label="level",
+        scale_label="level weight",
+    )  # fmt: skip
+    arrays = {f"layer_{layer}": weights for layer, weights in found.items()}
+    arrays |= {f"live_{layer}": mask for layer, mask in live.items()}
+    np.savez_compressed(out.with_suffix(".npz"), **arrays, **{name: batch[name] for name in batch if name != "pixels"})
+    count = max(weights.shape[3] for weights in found.values())
+    head = f"| layer | head | {' | '.join(map(str, range(count)))} |\n{'| --- ' * (2 + count)}|"
+    text = "\n".join([head, *lines])
+    out.with_suffix(".md").write_text(f"Level weights, mean over the tokens that have the level.\n\n{text}\n")
+    print(f"{text}\n\nwritten: {out}, .npz, .md")
+
+
+# Of each command: what it runs, the flags that it needs, and those that it takes too.
+COMMANDS = {
+    "corruption": (corruption, (RUNS, OUT), (SHOW,)),
+    "level_weights": (level_weights, (CHECKPOINT, OUT), (DATA, BATCH, ROWS, TEXT, TOKENS, LAYERS, HEAD_LIST)),
+}
+
+
+def main(argv: list[str]) -> None:
+    name, *stray = argv[1:] or ["corruption"]
+    if name not in COMMANDS:
+        raise app.UsageError(f"{name!r} is not a report; the first word is one of {tuple(COMMANDS)}")
+    if stray:
+        raise app.UsageError(f"stray argument {stray[0]!r}: flags are written --name=value")
+    run, needed, taken = COMMANDS[name]
+    for flag in needed:
+        if not flag.value:
+            raise app.UsageError(f"--{flag.name} is missing: {name} needs it")
+    own = {flag.name for flag in (*needed, *taken)}
+    for _, *others in COMMANDS.values():
+        for flag in itertools.chain(*others):
+            if flag.present and flag.name not in own:
+                raise app.UsageError(f"--{flag.name} is no flag of the report {name}")
+    try:
+        run()
+    except (ValueError, OSError) as error:
+        raise app.UsageError(str(error)) from None
 
 
 if __name__ == "__main__":

@@ -7,8 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from absl import app, flags
+from absl.testing import flagsaver
 
+from configs import quickstart, smnist
+from efla_jax import evaluate, train
+from efla_jax.checkpoint import Checkpointer
+from efla_jax.train import settings
 from experiments import report, sweep
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,3 +133,113 @@ def test_report_takes_seeds_together(tmp_path):
         report.read(tmp_path)
     with pytest.raises(ValueError, match="no sub-folder holds a corruption.csv"):
         report.read(tmp_path / "run0")
+
+
+def reported(command, **words):
+    """report.py in this process, with flags as on a command line."""
+    flags.FLAGS.mark_as_parsed()
+    with flagsaver.as_parsed(**words):
+        report.main(["report", command])
+
+
+def level_run(config, folder, heads):
+    """A run of that config at step 3 whose level weights are (level + 1) / (head + 1), whatever the input."""
+    config = train.plain(config)
+    parts = settings.build(config)
+    state = jax.jit(parts.begin)()
+    wanted = (np.arange(4) + 1) / (np.arange(heads)[:, None] + 1)
+
+    def known(path, leaf):
+        name = jax.tree_util.keystr(path)
+        shift = "level_weights" in name and "shift" in name
+        return np.broadcast_to(np.log(np.expm1(wanted)), leaf.shape).astype("float32") if shift else leaf
+
+    state = state._replace(params=jax.tree_util.tree_map_with_path(known, state.params))
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    with Checkpointer(folder / "checkpoints") as checkpointer:
+        checkpointer.save(3, state, parts.dataset.train_iterator().get_state(), {})
+        checkpointer.wait()
+    return wanted
+
+
+@pytest.fixture(scope="module")
+def language_run(corpus, tmp_path_factory):
+    """(folder, level weights [H, L]) of a language model whose second and fourth layer are log-linear."""
+    config = quickstart.get_config("efla")
+    config.mesh.data = 1
+    config.data.path, config.data.valid_fraction, config.data.window = str(corpus), 0.2, 24
+    config.model.width, config.model.depth, config.model.mlp_width = 16, 4, 24
+    config.model.mixers = ("efla", "log_linear_mamba2")
+    levels = {"num_heads": 2, "levels": 4, "level_bias": True, "state_dim": 4, "implementation": "recurrent"}
+    config.model.mixer_options = {"efla": {"num_heads": 1}, "log_linear_mamba2": levels}
+    folder = tmp_path_factory.mktemp("runs") / "levels"
+    return folder, level_run(config, folder, 2)
+
+
+def test_level_weights_of_a_checkpoint(language_run, tmp_path):
+    folder, wanted = language_run
+    reported("level_weights", checkpoint=str(folder / "checkpoints" / "3"), out=str(tmp_path / "a.png"), text="abcdefg")
+    with np.load(tmp_path / "a.npz") as arrays:
+        assert sorted(arrays) == ["layer_1", "layer_3", "live_1", "live_3", "segment_ids", "tokens"]
+        assert arrays["layer_1"].shape == (1, 7, 2, 4)
+        np.testing.assert_allclose(arrays["layer_3"], np.broadcast_to(wanted, (1, 7, 2, 4)), rtol=1e-4)
+        live = [[level == 0 or t >> (level - 1) & 1 == 1 for level in range(4)] for t in range(7)]
+        assert arrays["live_1"][0].tolist() == live
+        assert bytes(arrays["tokens"][0].tolist()) == b"abcdefg"
+    assert (tmp_path / "a.png").stat().st_size > 0
+    assert "| 3 | 1 | 0.500 | 1.000 | 1.500 | 2.000 |" in (tmp_path / "a.md").read_text()
+    words = {"checkpoint": str(folder), "out": str(tmp_path / "b.png"), "rows": "0,2", "layers": "3"}
+    reported("level_weights", **words)
+    with np.load(tmp_path / "b.npz") as arrays:
+        assert arrays["layer_3"].shape == (2, 24, 2, 4) and "layer_1" not in arrays
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ({"layers": "0"}, r"--layers: '0' is not one of the log-linear layers \[1, 3\]"),
+    ({"heads": "2"}, "--heads=2: give whole numbers from 0 to 1"),
+    ({"rows": "9999"}, "--rows=9999: give whole numbers"),
+    ({"tokens": "256"}, "--tokens=256: give whole numbers from 0 to 255"),
+    ({"batch": "9999"}, "--batch=9999: the held-out data has fewer"),
+    ({"checkpoint": "nowhere"}, "--checkpoint=nowhere: no config.json"),
+    ({"out": "levels"}, "--out=levels: name a picture"),
+    ({"runs": "x"}, "--runs is no flag of the report level_weights"),
+])  # fmt: skip
+def test_level_weights_refuses(language_run, tmp_path, words, message):
+    with pytest.raises(app.UsageError, match=message):
+        reported("level_weights", **{"checkpoint": str(language_run[0]), "out": str(tmp_path / "x.png"), **words})
+
+
+def test_level_weights_of_a_classifier_and_of_none(tmp_path):
+    config = smnist.get_config("efla")
+    config.mesh.data = 1
+    config.data.path, config.data.batch_size, config.model.width = "", 4, 8
+    config.model.mixers = ("log_linear_efla",)
+    options = {"num_heads": 2, "levels": 4, "level_bias": True, "implementation": "recurrent"}
+    config.model.mixer_options = {"log_linear_efla": options}
+    wanted = level_run(config, tmp_path / "run", 2)
+    reported("level_weights", checkpoint=str(tmp_path / "run"), out=str(tmp_path / "c.png"))
+    with np.load(tmp_path / "c.npz") as arrays:
+        assert sorted(arrays) == ["labels", "layer_0", "live_0", "mask"]
+        np.testing.assert_allclose(arrays["layer_0"][0, -1], wanted, rtol=1e-4)
+    config.model.mixers, config.model.mixer_options = ("efla",), {"efla": {"num_heads": 2}}
+    level_run(config, tmp_path / "flat", 2)
+    with pytest.raises(app.UsageError, match=r"none of its mixers \('efla',\) is log-linear"):
+        reported("level_weights", checkpoint=str(tmp_path / "flat"), out=str(tmp_path / "d.png"))
+
+
+def test_live_levels_count_the_tokens_of_documents():
+    ids = np.array([[0, 3, 3, 0, 3, 3, 4, 4, 4, 4]], np.int32)
+    position = [None, 0, 1, None, 2, 3, 0, 1, 2, 3]
+    for levels in (2, 3, 5):
+        for live, t in zip(evaluate.live_levels(ids, levels)[0], position, strict=True):
+            seen = set() if t is None else {min((t ^ s).bit_length(), levels - 1) for s in range(t + 1)}
+            assert set(np.flatnonzero(live)) == seen
+
+
+def test_a_panel_of_many_tokens_has_the_means_of_those_that_have_the_level():
+    values = np.arange(1100.0)[:, None] * np.ones(4)
+    live = evaluate.live_levels(np.ones((1, 1100), np.int32), 4)[0]
+    panel = report.drawn(values, live, "", [])
+    assert panel.step == 4 and panel.values.shape == (275, 4)
+    assert panel.values[2].tolist() == [9.5, 10.0, 10.5, 9.5] and np.isnan(panel.values[0, 3])
