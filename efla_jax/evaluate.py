@@ -113,7 +113,7 @@ def level_weights(model: nn.Module, params, batch: Mapping[str, Any]) -> dict[in
         )  # fmt: skip
         return captured.get("intermediates", {})
 
-    found = {}
+    found: dict[int, np.ndarray] = {}
     for path, weights in jax.tree.leaves_with_path(capture(params, {name: batch[name] for name in names})):
         named = re.search(r"'(?:block|mixer)_(\d+)'", jax.tree_util.keystr(path))
         assert named, path
@@ -130,8 +130,8 @@ def live_levels(segment_ids: np.ndarray, levels: int) -> np.ndarray:
 
     Level 0 is the token itself; level l >= 1 is there where bit l - 1 of the position in the document is set, the last
     one where any bit from there on is."""
-    level = np.arange(levels)
-    position = np.asarray(positions(*segment_ids.shape, jax.numpy.asarray(segment_ids)))
+    (batch, time), level = segment_ids.shape, np.arange(levels)
+    position = np.asarray(positions(batch, time, jax.numpy.asarray(segment_ids)))
     bits = position[..., None] >> np.maximum(level - 1, 0)
     live = np.where(level == levels - 1, bits > 0, bits & 1 > 0) | (level == 0)
     return live & (segment_ids != 0)[..., None]
