@@ -57,17 +57,24 @@ def fenwick_level(t: Positions, s: Positions) -> Int[Array, "..."]:
 class Fenwick(NamedTuple):
     """What an implementation gets: a clean recurrence (its initial state unused) and what the levels need.
 
-    x: see `Recurrence`; level_weights [B, T, H, L] float32, zero for padding; states [B, H, L, K, V] float32;
-    position [B, T] int32 of each token, of padding that of the last real token before it (start - 1 without one); start
-    [B] the position of the row's first real token, or None: all rows begin at 0, nothing before them and no padding;
-    real [B, T] bool or None for all."""
+    x: see `Recurrence`; level_weights [B, T, H, L] float32, zero for padding; states [B, H, L, K, V] float32, or None:
+    all rows begin at 0; position [B, T] int32 of each token, of padding that of the last real token before it (start -
+    1 without one); start [B] the position of the row's first real token; real [B, T] bool or None for all."""
 
     x: Recurrence
     level_weights: jax.Array
-    states: jax.Array
+    states: jax.Array | None
     position: jax.Array
-    start: jax.Array | None
+    start: jax.Array
     real: jax.Array | None
+
+
+def states_of(f: Fenwick) -> jax.Array:
+    """The states that the rows begin with."""
+    if f.states is not None:
+        return f.states
+    shape = f.x.u.shape[0], f.x.u.shape[2], f.level_weights.shape[3], f.x.k.shape[3], f.x.u.shape[3]
+    return jnp.zeros(shape, jnp.float32)
 
 
 def fenwick(q, k, u, erase, log_decay, level_weights, initial_state, segment_ids) -> Fenwick:
@@ -91,9 +98,8 @@ def fenwick(q, k, u, erase, log_decay, level_weights, initial_state, segment_ids
     if levels < 1:
         raise ValueError(f"level_weights: shape {level_weights.shape} has L = 0 levels; give at least one.")
     x = recurrence(q, k, u, erase, log_decay, None, segment_ids)
-    begins = states is None and segment_ids is None
     if states is None or position is None:
-        states, position = init_fenwick_state(batch, sizes["H"], levels, sizes["K"], sizes["V"])
+        states, position = None, jnp.zeros((batch,), jnp.int32)
     if not jnp.issubdtype(position.dtype, jnp.integer):
         raise ValueError(f"initial_state.position: dtype {position.dtype} is not an integer type; use int32.")
     start = position.astype(jnp.int32)
@@ -103,7 +109,7 @@ def fenwick(q, k, u, erase, log_decay, level_weights, initial_state, segment_ids
         real = segment_ids != 0
         weights = mask_padding(real, weights)
         stands = jnp.where(jnp.cumsum(real, axis=1) > 0, stands, start[:, None] - 1)
-    return Fenwick(x, weights, states.astype(jnp.float32), stands, None if begins else start, real)
+    return Fenwick(x, weights, None if states is None else states.astype(jnp.float32), stands, start, real)
 
 
 # Of a Fenwick. A device has whole rows: the letter of their time is one that no mesh axis splits.
@@ -113,21 +119,22 @@ LEGENDS = ("BSGK", "BSGK", "BSHV", "BSH", "BSH", "BHKV", "BS", "BSHL", "BHLKV", 
 def fenwick_over_mesh(run, f: Fenwick) -> tuple[jax.Array, FenwickState]:
     """run(f) -> (outputs, states), on every device with its rows and heads."""
     q, k = repeat_key_heads(f.x.u.shape[2], f.x.q, f.x.k)
+    time, slots = f.level_weights.shape[1], f.level_weights.shape[3]
+    used = slots if f.states is not None else min(slots, time.bit_length() + 1)  # T tokens reach no level beyond
 
     def local(_, *arrays):
         return run(Fenwick(Recurrence(*arrays[:7]), *arrays[7:]))
 
-    o, states = sharded(local, (*f.x._replace(q=q, k=k), *f[1:]), LEGENDS, ("BSHV", "BHLKV"))
-    if f.position.shape[1]:
-        return o, FenwickState(states, f.position[:, -1] + 1)
-    return o, FenwickState(
-        states, jnp.zeros_like(f.position, shape=f.position.shape[:1]) if f.start is None else f.start
-    )
+    f = f._replace(x=f.x._replace(q=q, k=k), level_weights=f.level_weights[..., :used])
+    o, states = sharded(local, (*f.x, *f[1:]), LEGENDS, ("BSHV", "BHLKV"))
+    states = jnp.pad(states, ((0, 0), (0, 0), (0, slots - used), (0, 0), (0, 0)))
+    return o, FenwickState(states, f.position[:, -1] + 1 if f.position.shape[1] else f.start)
 
 
-def merge_depth(position: jax.Array, levels: int) -> jax.Array:
-    """The slot into which all below it merge so that the token at `position` >= 1 can read them."""
-    return jnp.minimum(fenwick_level(position, position - 1), levels - 1)
+def meeting(t: jax.Array, s: jax.Array, levels: int) -> jax.Array:
+    """The slot of L = levels at which positions meet: what the query at t sees the token at s in, and what all slots
+    below merge into when the next position is no longer s but t."""
+    return jnp.minimum(fenwick_level(t, s), levels - 1)
 
 
 def merge(states: jax.Array, depth: jax.Array) -> jax.Array:
@@ -142,23 +149,28 @@ def merge(states: jax.Array, depth: jax.Array) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=1)
 def fenwick_recurrent(f: Fenwick, _chunk_size: int) -> tuple[jax.Array, jax.Array]:
     """The definition: transition, write, read, merge for the next token. Outputs [B, T, H, V] in the dtype of u and the
-    states [B, H, L, K, V] float32."""
-    x = f.x
+    states [B, H, L, K, V] float32.
+
+    With a = exp(g): S'^T q = a (S^T q - e (k . q) S^T k) for every slot, so that a token reads its states once, before
+    they change, and then writes them once."""
+    x, states = f.x, states_of(f)
     batch, time, key_heads, _ = x.k.shape
     group = (batch, key_heads, x.u.shape[2] // key_heads)
-    depth = merge_depth(f.position + 1, f.states.shape[2])
+    depth = meeting(f.position + 1, f.position, states.shape[2])
     depth = depth if f.real is None else jnp.where(f.real, depth, 0)
+    keep = jnp.exp(x.log_decay) if x.starts is None else jnp.where(x.starts[..., None], 0.0, jnp.exp(x.log_decay))
 
     def step(states, token):
-        q, k, u, erase, decay, starts, weights, depth = token
-        if starts is not None:
-            states = jnp.where(starts.reshape(-1, 1, 1, 1, 1, 1), 0.0, states)
-        states = jnp.exp(decay)[..., None, None, None] * states
+        q, k, u, erase, keep, weights, depth = token
+        match = jnp.sum(q * k, -1)[..., None]
+        seen = jnp.einsum("bgk,bgrlkv->bgrlv", q, states, precision=PRECISION)
         if erase is not None:
-            known = jnp.einsum("bgk,bgrlkv->bgrlv", k, states, precision=PRECISION)
-            states -= k[:, :, None, None, :, None] * (erase[..., None, None] * known)[..., None, :]
-        states = states.at[..., 0, :, :].add(k[:, :, None, :, None] * u[..., None, :])
-        o = jnp.einsum("bgrl,bgk,bgrlkv->bgrv", weights, q, states, precision=PRECISION)
+            known = erase[..., None, None] * jnp.einsum("bgk,bgrlkv->bgrlv", k, states, precision=PRECISION)
+            seen -= match[..., None, None] * known
+            states = states - k[:, :, None, None, :, None] * known[..., None, :]
+        o = keep[..., None] * jnp.einsum("bgrl,bgrlv->bgrv", weights, seen, precision=PRECISION)
+        o += (match * weights[..., 0])[..., None] * u
+        states = (keep[..., None, None, None] * states).at[..., 0, :, :].add(k[:, :, None, :, None] * u[..., None, :])
         return merge(states, depth), o
 
     def tokens(array, *shape):
@@ -169,10 +181,9 @@ def fenwick_recurrent(f: Fenwick, _chunk_size: int) -> tuple[jax.Array, jax.Arra
         tokens(x.k, batch, *x.k.shape[2:]),
         tokens(x.u, *group, x.u.shape[3]),
         None if x.erase is None else tokens(x.erase, *group),
-        tokens(x.log_decay, *group),
-        None if x.starts is None else jnp.moveaxis(x.starts, 1, 0),
+        tokens(keep, *group),
         tokens(f.level_weights, *group, f.level_weights.shape[3]),
         jnp.moveaxis(depth, 1, 0),
     )
-    states, o = lax.scan(step, f.states.reshape(*group, *f.states.shape[2:]), xs)
-    return jnp.moveaxis(o, 0, 1).reshape(x.u.shape).astype(x.u.dtype), states.reshape(f.states.shape)
+    split, o = lax.scan(step, states.reshape(*group, *states.shape[2:]), xs)
+    return jnp.moveaxis(o, 0, 1).reshape(x.u.shape).astype(x.u.dtype), split.reshape(states.shape)

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 from efla_jax.ops.dispatch import Table, automatic, dispatch, missing_kernel
 from efla_jax.ops.fenwick import Fenwick, FenwickState, fenwick, fenwick_over_mesh, fenwick_recurrent
 from efla_jax.ops.fenwick_chunked import fenwick_chunked
+from efla_jax.ops.fenwick_tree import fenwick_associative
 from efla_jax.shapes import Gates, Keys, Queries, SegmentIds, Values, check_chunk_size
 
 LevelWeights = Float[Array, "B T H L"]
@@ -14,7 +15,13 @@ LevelWeights = Float[Array, "B T H L"]
 
 def table(op: str) -> Table:
     kernel = missing_kernel(op)
-    return {"recurrent": fenwick_recurrent, "chunked": fenwick_chunked, "pallas": kernel, "triton": kernel}
+    return {
+        "recurrent": fenwick_recurrent,
+        "associative": fenwick_associative,
+        "chunked": fenwick_chunked,
+        "pallas": kernel,
+        "triton": kernel,
+    }
 
 
 TABLES = {op: table(op) for op in ("log_linear_delta_rule", "log_linear_attention")}
