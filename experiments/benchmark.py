@@ -300,7 +300,7 @@ def by_position() -> None:
     """The benchmark of single tokens at --positions."""
     names = [OP.value, *(["flat"] if OP.value in FLAT else []), "softmax"]
     shown = {"position": "position", "implementation": "operator", "levels": "levels"}
-    shown |= {"state_mib": "state MiB", "live_mib": "of it live", "us_per_token": "microseconds per token"}
+    shown |= {"state_mib": "state MiB", "live_mib": "live MiB", "us_per_token": "microseconds per token"}
     rows: list[dict] = []
     for position in lengths_of(POSITIONS):
         rows += measure_decoding(position, names)

@@ -11,9 +11,9 @@ severities of each corruption) and corruption.png (one curve per line, band from
         --text="the rule of the state" --layers=0,3 --heads=0,1
 
 The level weights of a run with a log-linear mixer over a sequence, one panel per layer and head; grey where a token
-has no such level. The sequence is of the run's held-out data (--batch, --rows), or --text, or --tokens. Beside the
-picture levels.npz has the arrays and levels.md the mean over live tokens by layer, head and level. More than 512 tokens
-are drawn as means over consecutive ones.
+has no such level. The sequence is of the run's held-out data (--split, --batch, --rows), or --text, or --tokens. Beside
+the picture levels.npz has the arrays and levels.md the mean over live tokens by layer, head and level. More than 512
+tokens are drawn as means over consecutive ones.
 """
 
 import csv
@@ -37,6 +37,7 @@ SHOW = flags.DEFINE_list("show", [], "corruption: labels to draw; all by default
 OUT = flags.DEFINE_string("out", None, "folder to write to, or for level_weights a .png")
 CHECKPOINT = flags.DEFINE_string("checkpoint", None, "level_weights: a run's folder, or that of one of its steps")
 DATA = flags.DEFINE_string("data", "", "level_weights: the run's data, if no longer at its config.data.path")
+SPLIT = flags.DEFINE_string("split", "", "level_weights: split of the data; by default the one that is held out")
 BATCH = flags.DEFINE_integer("batch", 0, "level_weights: which held-out batch", lower_bound=0)
 ROWS = flags.DEFINE_list("rows", ["0"], "level_weights: rows of that batch")
 TEXT = flags.DEFINE_string("text", None, "level_weights: text in place of held-out rows, for models of bytes")
@@ -157,7 +158,7 @@ def sequences(dataset) -> dict[str, np.ndarray]:
     """The batch whose level weights are drawn: that of --text, of --tokens, or rows of held-out data."""
     given = TEXT.value is not None or TOKENS.value is not None
     if not given:
-        batches = dataset.eval_batches(loop.HELD_OUT[dataset.kind])
+        batches = dataset.eval_batches(SPLIT.value or loop.HELD_OUT[dataset.kind])
         batch = next(itertools.islice(batches, BATCH.value, None), None)
         if batch is None:
             raise ValueError(f"--batch={BATCH.value}: the held-out data has fewer batches.")
@@ -250,7 +251,7 @@ def write(out, maps, lines, found, live, batch) -> None:
 # Of each command: what it runs, the flags that it needs, and those that it takes too.
 COMMANDS = {
     "corruption": (corruption, (RUNS, OUT), (SHOW,)),
-    "level_weights": (level_weights, (CHECKPOINT, OUT), (DATA, BATCH, ROWS, TEXT, TOKENS, LAYERS, HEAD_LIST)),
+    "level_weights": (level_weights, (CHECKPOINT, OUT), (DATA, SPLIT, BATCH, ROWS, TEXT, TOKENS, LAYERS, HEAD_LIST)),
 }
 
 
