@@ -337,7 +337,11 @@ def test_convolution_hands_over_a_few_inputs():
 
 
 WIDTH = 16
-OPTIONS = {"mamba2": {"state_dim": 8}, "attention": {"num_kv_heads": 1}, "gated_efla": {"num_key_heads": 1}}
+OPTIONS = {
+    "mamba2": {"state_dim": 8}, "attention": {"num_kv_heads": 1}, "gated_efla": {"num_key_heads": 1},
+    "log_linear_mamba2": {"state_dim": 8, "levels": 3}, "log_linear_gated_delta_net": {"levels": 3},
+    "log_linear_efla": {"levels": 3},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MIXERS)

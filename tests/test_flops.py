@@ -11,6 +11,14 @@ from efla_jax.model import LanguageModel
 
 WIDTH, INNER, VOCABULARY, LENGTH = 12, 20, 31, 50
 HEAD, MLP = 12 * 31, 3 * 12 * 20
+
+
+def older(length, slots):
+    """Live states beside a token's own, mean over positions: its bits, those from bit slots - 2 on as one."""
+    top = slots - 2
+    return sum((t % 2**top).bit_count() + (t >= 2**top) for t in range(length)) / length
+
+
 # Multiply-adds per token of one layer of width 12: projections, taps, then the operator.
 LAYERS = {
     # 6 heads of 2, 3 of them with keys and values: q, k, v, o; scores and values over half of 50 keys
@@ -34,7 +42,21 @@ LAYERS = {
         {"num_heads": 4, "state_dim": 7, "num_groups": 2, "conv_width": 3},
         12 * (24 + 24 + 14 + 14 + 4) + 24 * 12 + 3 * (24 + 14 + 14) + 4 * 2 * 7 * 6,
     ),
-}
+    # as above with 5 levels: projection to 4 x 5; write, own read, and a read of each older state that lives
+    "log_linear_mamba2": (
+        {"num_heads": 4, "state_dim": 7, "num_groups": 2, "conv_width": 3, "levels": 5},
+        12 * (24 + 24 + 14 + 14 + 4) + 24 * 12 + 3 * (24 + 14 + 14) + 12 * 4 * 5 + 4 * (2 + older(50, 5)) * 7 * 6,
+    ),
+    # as above with 4 levels; an MLP of width 3 for each head; write, own read, and erase, step and read of older states
+    "log_linear_gated_delta_net": (
+        {"num_heads": 2, "levels": 4, "level_kind": "mlp_softmax", "level_hidden": 3},
+        12 * (12 + 12 + 24 + 24) + 24 * 12 + 2 * 12 * 2 + 4 * 48 + 12 * 2 * 4 + 2 * (4 * 3 + 3 * 4)
+        + 2 * (2 + 3 * older(50, 4)) * 6 * 12,
+    ),
+    "log_linear_efla": (
+        {"num_heads": 2}, 4 * 12 * 12 + 12 * 2 + 3 * 4 * 12 + 12 * 2 * 15 + 2 * (2 + 3 * older(50, 15)) * 6 * 6,
+    ),
+}  # fmt: skip
 
 
 def model(*mixers, depth=4, tied=False, mlp="swiglu"):
@@ -47,8 +69,9 @@ def model(*mixers, depth=4, tied=False, mlp="swiglu"):
 @pytest.mark.parametrize("name", MIXERS)
 def test_a_token_through_every_mixer(name):
     layer = LAYERS[name][1]
-    assert forward_flops_per_token(model(name), LENGTH) == 2 * (4 * (layer + MLP) + HEAD)
-    assert train_flops_per_token(model(name), LENGTH) == 3 * 2 * (4 * (layer + MLP) + HEAD)
+    total = pytest.approx(2 * (4 * (layer + MLP) + HEAD), rel=1e-12)
+    assert forward_flops_per_token(model(name), LENGTH) == total
+    assert train_flops_per_token(model(name), LENGTH) / 3 == total
 
 
 def test_a_hybrid_without_mlp_and_with_tied_embeddings():
@@ -57,10 +80,19 @@ def test_a_hybrid_without_mlp_and_with_tied_embeddings():
     assert forward_flops_per_token(hybrid, LENGTH) == 2 * (3 * both + HEAD)
 
 
-def test_only_attention_grows_with_the_length():
-    longer = {name: forward_flops_per_token(model(name), 2 * LENGTH) for name in MIXERS}
-    grown = {name: flops - forward_flops_per_token(model(name), LENGTH) for name, flops in longer.items()}
-    assert grown == {name: 2 * 4 * 6 * 4 * 25 if name == "attention" else 0 for name in MIXERS}
+def test_what_grows_with_the_length():
+    """From 64 tokens to 128: attention by 32 keys, log-linear mixers by half a state; where the last slot is in use, by
+    that slot's 8 (or 4) empty positions among 128 instead of 64."""
+    grown = {
+        name: forward_flops_per_token(model(name), 128) - forward_flops_per_token(model(name), 64) for name in MIXERS
+    }
+    some = {
+        "attention": 6 * 4 * 32,
+        "log_linear_efla": 2 * 3 * 6 * 6 / 2,
+        "log_linear_mamba2": 4 * 7 * 6 * 8 / 128,
+        "log_linear_gated_delta_net": 2 * 3 * 6 * 12 * 4 / 128,
+    }
+    assert grown == {name: 2 * 4 * some.get(name, 0) for name in MIXERS}
 
 
 def test_a_length_without_a_token_is_an_error():

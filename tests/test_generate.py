@@ -14,7 +14,7 @@ from efla_jax.model import LanguageModel
 
 VOCABULARY = 23
 OPTIONS = {name: {"num_heads": 2} for name in MIXERS}
-OPTIONS["mamba2"]["state_dim"] = 8
+OPTIONS["mamba2"]["state_dim"] = OPTIONS["log_linear_mamba2"]["state_dim"] = 8
 PROMPTS = ([3, 1, 4], [1, 5, 9, 2, 6, 5, 3], [5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2])
 
 

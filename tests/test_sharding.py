@@ -162,9 +162,12 @@ def test_a_mesh_is_auto_and_its_sizes_are_checked():
             sharding.mesh_sizes(8, **sizes)
 
 
-@pytest.mark.parametrize("name", sorted(MIXERS))
-def test_every_parameter_of_every_mixer_matches_one_rule(name):
-    lm = model(mixers=(name,), mixer_options={name: {"num_heads": 2}})
+LEVELS = [("log_linear_efla", {"level_bias": True}), ("log_linear_mamba2", {"level_kind": "mlp_softplus"})]
+
+
+@pytest.mark.parametrize("name, options", [*((name, {}) for name in sorted(MIXERS)), *LEVELS])
+def test_every_parameter_of_every_mixer_matches_one_rule(name, options):
+    lm = model(mixers=(name,), mixer_options={name: {"num_heads": 2, **options}})
     optimizer, _ = optim.make_optimizer(learning_rate=1e-2, total_steps=4)
     state = jax.eval_shape(functools.partial(make_state, lm, optimizer, 0))
     specs = sharding.specs(state)
@@ -172,6 +175,10 @@ def test_every_parameter_of_every_mixer_matches_one_rule(name):
     up = state.params["params"]["groups"]["block_0"]["mlp"]["up_proj"]["kernel"]
     assert up.ndim == 3
     assert specs.params["params"]["groups"]["block_0"]["mlp"]["up_proj"]["kernel"] == P(None, "fsdp", "tensor")
+    if options:
+        found = specs.params["params"]["groups"]["block_0"]["mixer"]["level_weights"]
+        assert found["level_proj"]["kernel"] == P(None, "fsdp", "tensor")
+        assert found.get("shift", P(None, "tensor", None)) == P(None, "tensor", None)  # heads, levels
 
 
 def test_a_classifier_matches_too_and_strangers_are_listed():

@@ -1,7 +1,7 @@
-"""What stands around a mixer in a deep model: pre-norm residual branches and the gated MLP."""
+"""What stands around a mixer in a deep model: normed residual branches and the gated MLP."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -11,6 +11,9 @@ from jax.typing import DTypeLike
 from efla_jax.layers.projections import dense
 from efla_jax.shapes import SegmentIds
 from efla_jax.sharding import constrain
+
+NORMS: Mapping[str, type[nn.Module]] = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
+NORM_POSITIONS = ("pre", "post")
 
 
 def swiglu_width(width: int, ratio: float) -> int:
@@ -37,12 +40,16 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x)); no MLP when mlp_width is 0. Dropout on both branches, given an rng."""
+    """x + mixer(norm(x)), then x + mlp(norm(x)); "post": norm(x + mixer(x)), then norm(x + mlp(x)).
+
+    No MLP when mlp_width is 0. Dropout on both branches, given an rng."""
 
     mixer_class: type[nn.Module]
     mixer_fields: Mapping[str, Any]
     width: int
     mlp_width: int
+    norm: str = "rms"
+    norm_position: str = "pre"
     norm_eps: float = 1e-6
     dropout: float = 0.0
     kernel_init: str = "lecun"
@@ -51,12 +58,18 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, segment_ids: SegmentIds | None = None, cache=None) -> tuple[jax.Array, Any]:
-        drop = nn.Dropout(self.dropout, deterministic=not self.has_rng("dropout"))
         mixer = self.mixer_class(**self.mixer_fields, name="mixer")
-        y, cache = mixer(nn.RMSNorm(self.norm_eps, dtype=self.dtype, name="mixer_norm")(x), segment_ids, cache)
-        x = constrain(x + drop(y), "batch", "time", None)
+        x, cache = self.branch("mixer_norm", lambda x: mixer(x, segment_ids, cache), x)
         if self.mlp_width:
             mlp = SwiGLU(self.width, self.mlp_width, self.kernel_init, self.init_std, self.dtype, name="mlp")
-            y = mlp(nn.RMSNorm(self.norm_eps, dtype=self.dtype, name="mlp_norm")(x))
-            x = constrain(x + drop(y), "batch", "time", None)
+            x, _ = self.branch("mlp_norm", lambda x: (mlp(x), None), x)
         return x, cache
+
+    def branch(self, name: str, layer: Callable, x: jax.Array) -> tuple[jax.Array, Any]:
+        """x with the first output of `layer` added, and its second."""
+        norm = NORMS[self.norm](epsilon=self.norm_eps, dtype=self.dtype, name=name)
+        drop = nn.Dropout(self.dropout, deterministic=not self.has_rng("dropout"))
+        pre = self.norm_position == "pre"
+        y, state = layer(norm(x) if pre else x)
+        x = x + drop(y)
+        return constrain(x if pre else norm(x), "batch", "time", None), state

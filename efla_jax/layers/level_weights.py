@@ -119,8 +119,8 @@ def completed(weights: jax.Array, trained: int, slots: int, rule: str) -> jax.Ar
     known = weights[..., :trained]
     last = known[..., -1:]
     ratio = jnp.ones_like(last)
-    if rule == "extrapolate":
-        ratio = jnp.minimum(last / jnp.maximum(known[..., -2:-1], jnp.finfo(jnp.float32).tiny), 1.0)
+    if rule == "extrapolate":  # a weight below 1e-15 is none, and the square of the divisor stays in range
+        ratio = jnp.minimum(last / jnp.maximum(known[..., -2:-1], 1e-15), 1.0)
     return jnp.concatenate([known, last * ratio ** jnp.arange(1, slots - trained + 1)], axis=-1)
 
 
