@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from efla_jax.layers import MIXERS
-from efla_jax.layers.block import Block, swiglu_width
+from efla_jax.layers.block import NORM_POSITIONS, NORMS, Block, swiglu_width
 from efla_jax.layers.fields import check_choice, check_dtype, check_least, check_options, nearest
 from efla_jax.layers.initializers import kernel_initializer
 from efla_jax.layers.projections import float32_logits
@@ -71,12 +71,13 @@ class Group(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Embedding, `depth` pre-norm blocks of mixer and MLP, norm, logits in float32.
+    """Embedding, `depth` blocks of mixer and MLP, norm, logits in float32.
 
     mixers           pattern, repeated depth / len(mixers) times, of names of `layers.MIXERS`
     mixer_options    fields per mixer name, num_heads at least; width, norm_eps, kernel_init, init_std and dtype are the
                      model's where a mixer's options do not say otherwise
     mlp              "swiglu" or "none"; mlp_ratio as of a plain MLP (see `swiglu_width`); mlp_width > 0 overrides it
+    norm             "rms" or "layer"; norm_position: "pre", in front of mixer and MLP, or "post", behind their residual
     dropout          on the embedding and each residual branch; active exactly when a "dropout" rng is passed
     kernel_init      see `kernel_initializer`; embedding and head begin normal with init_std
     remat            "none"; "full": recompute each group in the backward pass; "dots": but keep its dense products
@@ -93,6 +94,8 @@ class LanguageModel(nn.Module):
     mlp: str = "swiglu"
     mlp_ratio: float = 4.0
     mlp_width: int = 0
+    norm: str = "rms"
+    norm_position: str = "pre"
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
     dropout: float = 0.0
@@ -109,6 +112,8 @@ class LanguageModel(nn.Module):
         check_dtype(self.dtype)
         check_mixers(self)
         check_choice("mlp", self.mlp, ("swiglu", "none"))
+        check_choice("norm", self.norm, NORMS)
+        check_choice("norm_position", self.norm_position, NORM_POSITIONS)
         check_choice("remat", self.remat, ("none", *POLICIES))
         kernel_initializer(self.kernel_init, self.init_std)
         if self.depth < 1 or self.depth % len(self.mixers):
@@ -153,7 +158,7 @@ class LanguageModel(nn.Module):
             length=groups,
             unroll=1 if self.scan else groups,
         )(tuple(self.block_fields(name) for name in self.mixers))
-        self.final_norm = nn.RMSNorm(self.norm_eps, dtype=self.dtype)
+        self.final_norm = NORMS[self.norm](epsilon=self.norm_eps, dtype=self.dtype)
         self.drop = nn.Dropout(self.dropout)
         if not self.tie_embeddings:
             self.lm_head = nn.Dense(
@@ -168,6 +173,8 @@ class LanguageModel(nn.Module):
             "mixer_fields": mixer_fields(self, name),
             "width": self.width,
             "mlp_width": inner if self.mlp == "swiglu" else 0,
+            "norm": self.norm,
+            "norm_position": self.norm_position,
             "norm_eps": self.norm_eps,
             "dropout": self.dropout,
             "kernel_init": self.kernel_init,

@@ -41,7 +41,7 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"level_weights/(scale|shift)", ("tensor", None)),
     (r"level_weights/(hidden|out)/kernel", (None, None)),
     (r"level_weights/(hidden/bias|out_bias)", (None,)),
-    (r"(mixer|mlp|final|o|q|k)_norm/scale", (None,)),
+    (r"(mixer|mlp|final|o|q|k)_norm/(scale|bias)", (None,)),
     # SequenceClassifier: small, and its rows are what is split
     (r"(front|params/head)/kernel", (None, None)),
     (r"params/(head/bias|norm/(scale|bias))", (None,)),

@@ -1,15 +1,19 @@
 """Associative recall: the laws of its rows in figures, batches as a function of (seed, step), runs that end early."""
 
+import functools
 import pickle
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from configs import quickstart
-from efla_jax import data, evaluate, metrics, train
+from efla_jax import data, evaluate, metrics, sharding, train
 from efla_jax.data import recall
 from efla_jax.data.recall import Recall, Size
+from efla_jax.layers import MIXERS
+from efla_jax.model import LanguageModel
 
 PACKED = dict(layout="packed", vocab_size=128, length=48, pairs=5, examples=130, test_examples=50)
 
@@ -241,3 +245,37 @@ def test_slices_count_examples_and_not_targets():
     scores = {"1": {"accuracy": 0.5, "loss": 1.0}, "30": {"accuracy": 1.0, "loss": 0.0}}
     found = evaluate.evaluate_slices(lambda batches: scores[str(len(batches))], {"a": [{}], "b": [{}] * 30})
     assert found == {"accuracy": 0.75, "loss": 0.5, "accuracy/a": 0.5, "accuracy/b": 1.0}
+
+
+def layer_norm(x, scale, bias, eps):
+    x = x - x.mean(-1, keepdims=True)
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * scale + bias
+
+
+@pytest.mark.parametrize("position", ["pre", "post"])
+def test_a_layer_norm_stands_before_mixers_or_behind_their_residuals(position):
+    """Two blocks without an MLP, by hand; and every parameter has a place on a mesh."""
+    options = {"num_heads": 2, "conv_width": 0, "chunk_size": 16}
+    how = dict(mixers=("delta_net",), mixer_options={"delta_net": options}, norm="layer", norm_eps=1e-3, mlp="none")
+    model = LanguageModel(vocab_size=11, width=6, depth=2, norm_position=position, **how)
+    tokens = jax.random.randint(jax.random.key(0), (3, 5), 0, 11)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda p: p + 0.1 * rng.normal(size=p.shape), model.init(jax.random.key(1), tokens))
+    sharding.specs(params)
+    own = params["params"]
+    mixer = MIXERS["delta_net"](width=6, norm_eps=1e-3, **options)
+    x = np.asarray(own["embed"]["embedding"])[tokens]
+    for layer in range(2):
+        block = jax.tree.map(lambda leaf, layer=layer: np.asarray(leaf[layer]), own["groups"]["block_0"])
+        norm = functools.partial(layer_norm, eps=1e-3, **block["mixer_norm"])
+        y = np.asarray(mixer.apply({"params": block["mixer"]}, jnp.asarray(norm(x) if position == "pre" else x))[0])
+        x = x + y if position == "pre" else norm(x + y)
+    features, _ = model.apply(params, tokens, method="features")
+    np.testing.assert_allclose(features, layer_norm(x, eps=1e-3, **own["final_norm"]), atol=1e-5)
+
+
+def test_norms_that_do_not_exist_are_refused():
+    for change, message in (({"norm": "rmsnorm"}, "norm: 'rmsnorm' is not one of"),
+                            ({"norm_position": "past"}, "norm_position: 'past' is not one of .* Did you mean 'post'")):
+        with pytest.raises(ValueError, match=message):
+            LanguageModel(vocab_size=11, width=6, depth=1, mixer_options={"efla": {"num_heads": 2}}, **change)
