@@ -1,26 +1,55 @@
 """The papers' recipes: parameters counted by hand, published settings, and every one traced through a training step."""
 
+import dataclasses
 import types
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from configs import lm_1b3, lm_340m
+from configs import lm_1b3, lm_340m, lm_log_linear
 from efla_jax import optim, sharding
 from efla_jax.layers import MIXERS
+from efla_jax.layers.level_weights import LevelOptions
 from efla_jax.train import settings
 from efla_jax.train.step import make_state, make_step
 
 VOCABULARY = 32000
-SIZES = {"lm_340m": (lm_340m, 1024, 2816), "lm_1b3": (lm_1b3, 2048, 5632)}  # config, width, inner width of the MLP
-# Every axis but one; every device along fsdp, as the config has it.
-MESHES = {"lm_340m": {"data": 1, "fsdp": 2, "tensor": 2, "context": 2}, "lm_1b3": {"data": 1, "fsdp": -1}}
+# config, width, inner width of the MLP
+SIZES = {
+    "lm_340m": (lm_340m, 1024, 2816),
+    "lm_1b3": (lm_1b3, 2048, 5632),
+    "lm_log_linear": (lm_log_linear, 1536, 4096),
+}
+# Every axis but one; every device along fsdp, as the config has it; rows and heads.
+MESHES = {
+    "lm_340m": {"data": 1, "fsdp": 2, "tensor": 2, "context": 2},
+    "lm_1b3": {"data": 1, "fsdp": -1},
+    "lm_log_linear": {"data": 2, "fsdp": 2, "tensor": 2},
+}
+RECIPES = [(name, mixer) for name, (module, *_) in SIZES.items() for mixer in module.OPTIONS]
+
+
+def log_linear_count(mixer: str) -> int:
+    """Of one block of lm_log_linear: two norms, an MLP, the mixer without levels, and per head and level a column and a
+    scale."""
+    width, heads = 1536, 48 if "mamba2" in mixer else 6
+    block = 3 * width * 4096 + 2 * width
+    block += heads * 15 * (width + 1) if mixer.startswith("log_linear") else 0
+    if mixer == "attention":
+        return block + 4 * width**2
+    if "mamba2" in mixer:  # z, x, out of 3072; B, C of 128; dt; taps and bias; A, dt, D; norm
+        return block + width * (3 * 3072 + 2 * 128 + 48) + 5 * (3072 + 2 * 128) + 3 * 48 + 3072
+    # q, k of 1152; v, gate, o of 2304; beta; taps; norm of a head
+    block += width * (2 * 1152 + 3 * 2304 + 6) + 4 * (2 * 1152 + 2304) + 384
+    return block + (0 if "efla" in mixer else width * 6 + 2 * 6)  # a, A, dt
 
 
 def hand_count(name: str, mixer: str) -> int:
     """Embedding and head of V D each, a final norm, and the blocks with their two norms (one without an MLP)."""
     _, width, inner = SIZES[name]
+    if name == "lm_log_linear":
+        return 21 * log_linear_count(mixer) + 2 * VOCABULARY * width + width
     mlp = 3 * width * inner
     if mixer == "attention":  # q, k, v, o
         depth, block = 24, 4 * width**2 + mlp + 2 * width
@@ -41,8 +70,7 @@ def plain_config(name: str, mixer: str) -> dict:
     return settings.plain(SIZES[name][0].get_config(mixer))
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name, mixer", RECIPES)
 def test_every_recipe_traces_on_a_mesh_and_has_the_parameters_it_says(name, mixer):
     """Config, checks, model, parameters split over a mesh, and a whole step of forward, backward and AdamW: all that
     happens before a run compiles."""
@@ -77,6 +105,10 @@ def test_a_few_counts_in_figures():
     """Those that others publish or that fit on a line."""
     assert hand_count("lm_340m", "efla") == 24 * (4194304 + 8192 + 12288 + 128 + 8650752 + 2048) + 65536000 + 1024
     assert hand_count("lm_1b3", "delta_net") == 1365677056  # fla-hub/delta_net-1.3B-100B: 2.73 GB of bfloat16
+    published = {"log_linear_gated_delta_net": 795.69, "gated_delta_net": 793, "attention": 693}
+    for mixer, millions in published.items():
+        assert hand_count("lm_log_linear", mixer) == pytest.approx(1e6 * millions, rel=1e-5 if millions % 1 else 7e-4)
+    assert hand_count("lm_log_linear", "attention") + 3 * log_linear_count("attention") == 777856512  # 24 layers: 778M
 
 
 @pytest.mark.parametrize("name, batch, tokens", [("lm_340m", 2**20, 8e9), ("lm_1b3", 2**21, 50e9)])
@@ -97,9 +129,40 @@ def test_published_settings(name, batch, tokens):
             assert options.get("head_dim", config["model"]["width"] // options["num_heads"]) == 128
 
 
-def test_both_sizes_know_every_mixer_and_refuse_others():
+def test_recipes_know_every_mixer_and_refuse_others():
+    levels = {name for name in MIXERS if name.startswith("log_linear")}
     for module, *_ in SIZES.values():
-        assert set(module.OPTIONS) == set(MIXERS)
-        assert module.get_config().model.mixers == ("efla",)
+        assert set(module.OPTIONS) >= (levels if module is lm_log_linear else set(MIXERS) - levels)
+        assert module.get_config().model.mixers == (next(iter(module.OPTIONS)),)
         with pytest.raises(ValueError, match="'elfa' is not one of"):
             module.get_config("elfa")
+
+
+def test_log_linear_settings():
+    """16,384 tokens reach all 15 levels and no other; 95,368 steps are 50B tokens; every level field can be set."""
+    config = plain_config("lm_log_linear", "log_linear_mamba2")
+    data, train, options = config["data"], config["train"], config["model"]["mixer_options"]["log_linear_mamba2"]
+    settings.check_divisible(config, {"data": 8, "fsdp": 1, "tensor": 1, "context": 1})
+    assert data["batch_size"] * data["window"] == 524288 and data["window"] == 2 ** (options["levels"] - 1)
+    assert abs(train["steps"] * 524288 - 50e9) < 524288
+    assert data["batch_size"] // train["accumulate"] == 8  # one row a device
+    _, schedule = settings.section(config, "optim", optim.make_optimizer, {"total_steps": train["steps"]})
+    assert schedule(1023) == pytest.approx(3e-4) and schedule(train["steps"] - 1) == pytest.approx(3e-5)
+    for mixer in ("log_linear_mamba2", "log_linear_gated_delta_net", "log_linear_efla"):
+        (options,) = plain_config("lm_log_linear", mixer)["model"]["mixer_options"].values()
+        fields = dataclasses.fields(LevelOptions)
+        defaults = {field.name: field.default for field in fields if field.name not in ("name", "parent")}
+        assert defaults == {name: options[name] for name in defaults}
+
+
+def test_the_adaptive_model_traces():
+    config = plain_config("lm_log_linear", "adaptive")
+    model = settings.build_model(config, types.SimpleNamespace(kind="tokens", vocab_size=50257))
+    tokens = jnp.zeros((2, config["data"]["window"]), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    logits, _ = jax.eval_shape(model.apply, params, tokens)
+    assert logits.shape == (2, 512, 50257)
+    found = params["params"]["groups"]["block_0"]["mixer"]
+    assert found["x_proj"]["kernel"].shape == (6, 512, 512) and found["D"].shape == (6, 8)
+    assert {"hidden", "out", "out_bias", "level_proj"} == set(found["level_weights"])
+    settings.section(config, "optim", optim.make_optimizer, {"total_steps": config["train"]["steps"]})
