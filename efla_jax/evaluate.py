@@ -32,11 +32,11 @@ def batch_sums(
     """The sums of one batch: every unmasked next token, or every unmasked image. `rngs` with "dropout" turns dropout
     on; chunk (text only) and z_loss as in `losses.cross_entropy`.
 
-    Text: {"tokens", "targets", "mask", "segment_ids"} [B, T]; images: {"pixels" [B, T, 1], "labels" [B], "mask"
-    [B]}."""
+    Text: {"tokens", "targets", "mask"} [B, T] and, where rows are not one document each, "segment_ids" [B, T]; images:
+    {"pixels" [B, T, 1], "labels" [B], "mask" [B]}."""
     if isinstance(model, LanguageModel):
         features, _ = model.apply(
-            params, batch["tokens"], segment_ids=batch["segment_ids"], rngs=rngs, method=model.features
+            params, batch["tokens"], segment_ids=batch.get("segment_ids"), rngs=rngs, method=model.features
         )
 
         def logits_of(x: jax.Array) -> jax.Array:
@@ -114,7 +114,8 @@ def level_weights(model: nn.Module, params, batch: Mapping[str, Any]) -> dict[in
         return captured.get("intermediates", {})
 
     found: dict[int, np.ndarray] = {}
-    for path, weights in jax.tree.leaves_with_path(capture(params, {name: batch[name] for name in names})):
+    arrays = {name: batch[name] for name in names if name in batch}
+    for path, weights in jax.tree.leaves_with_path(capture(params, arrays)):
         named = re.search(r"'(?:block|mixer)_(\d+)'", jax.tree_util.keystr(path))
         assert named, path
         place, weights = int(named[1]), np.asarray(weights)

@@ -99,7 +99,6 @@ def test_an_epoch_has_every_row_once_and_none_that_is_held_out():
     batches = some(made, 27)
     assert {name: (value.dtype, value.shape) for name, value in batches[0].items()} == {
         "tokens": (np.int32, (16, 48)), "targets": (np.int32, (16, 48)), "mask": (np.float32, (16, 48)),
-        "segment_ids": (np.int32, (16, 48)),
     }  # fmt: skip
     epochs = [rows_of(batches[i : i + 9]) for i in (0, 9, 18)]
     assert all(len(set(epoch)) == 130 == len(epoch) for epoch in epochs)
@@ -189,7 +188,7 @@ def test_a_worker_process_can_be_sent_the_data():
     source = recall.FixedBatches([(tokens, targets)], 16, 0, True, range(16))
     there, here = pickle.loads(pickle.dumps(source))[3], source[3]
     assert all(np.array_equal(there[name], here[name]) for name in here)
-    assert here["mask"].sum() == 4 * 5 and not here["segment_ids"][4:].any()  # the rest of the second epoch
+    assert here["mask"].sum() == 4 * 5 and not here["tokens"][4:].any()  # the rest of the second epoch
 
 
 def tiny_config():

@@ -181,9 +181,8 @@ def draw(rng: np.random.Generator, rows: int, choices: int, count: int) -> np.nd
 
 
 def as_batch(tokens: np.ndarray, targets: np.ndarray) -> Batch:
-    """The arrays of a language-model batch."""
-    return {"tokens": tokens, "targets": targets, "mask": (targets > 0).astype(np.float32),
-            "segment_ids": np.ones_like(tokens)}
+    """The arrays of a language-model batch whose rows are one document each."""
+    return {"tokens": tokens, "targets": targets, "mask": (targets > 0).astype(np.float32)}
 
 
 @lru_cache(maxsize=4)

@@ -119,7 +119,7 @@ def make_signals(model: nn.Module, accumulate: int = 1) -> Callable:
     def signals(params, batch):
         batch = {name: x[0] for name, x in microbatches(batch, accumulate).items()}
         _, captured = model.apply(
-            params, batch["tokens"], segment_ids=batch["segment_ids"], method=model.features,
+            params, batch["tokens"], segment_ids=batch.get("segment_ids"), method=model.features,
             capture_intermediates=lambda module, _: isinstance(module, layers.Reading), mutable="intermediates",
         )  # fmt: skip
         return layers.signals(captured["intermediates"])
