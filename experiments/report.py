@@ -14,6 +14,10 @@ The level weights of a run with a log-linear mixer over a sequence, one panel pe
 has no such level. The sequence is of the run's held-out data (--split, --batch, --rows), or --text, or --tokens. Beside
 the picture levels.npz has the arrays and levels.md the mean over live tokens by layer, head and level. More than 512
 tokens are drawn as means over consecutive ones.
+
+    python -m experiments.report recall --runs=runs/recall --out=experiments/results/recall
+
+A sweep of associative recall (configs/adaptive_decay.py), trained length and beyond: runs.csv, table.md, recall.png.
 """
 
 import csv
@@ -31,8 +35,9 @@ from absl import app, flags
 
 from efla_jax import checkpoint, evaluate, metrics, train
 from efla_jax.train import loop, settings
+from experiments import recall_report
 
-RUNS = flags.DEFINE_string("runs", None, "corruption: folder whose sub-folders are finished runs")
+RUNS = flags.DEFINE_string("runs", None, "corruption, recall: folder whose sub-folders are finished runs")
 SHOW = flags.DEFINE_list("show", [], "corruption: labels to draw; all by default")
 OUT = flags.DEFINE_string("out", None, "folder to write to, or for level_weights a .png")
 CHECKPOINT = flags.DEFINE_string("checkpoint", None, "level_weights: a run's folder, or that of one of its steps")
@@ -248,9 +253,14 @@ def write(out, maps, lines, found, live, batch) -> None:
     print(f"{text}\n\nwritten: {out}, .npz, .md")
 
 
+def recall() -> None:
+    recall_report.write(pathlib.Path(RUNS.value), pathlib.Path(OUT.value))
+
+
 # Of each command: what it runs, the flags that it needs, and those that it takes too.
 COMMANDS = {
     "corruption": (corruption, (RUNS, OUT), (SHOW,)),
+    "recall": (recall, (RUNS, OUT), ()),
     "level_weights": (level_weights, (CHECKPOINT, OUT), (DATA, SPLIT, BATCH, ROWS, TEXT, TOKENS, LAYERS, HEAD_LIST)),
 }
 

@@ -273,6 +273,32 @@ def test_a_layer_norm_stands_before_mixers_or_behind_their_residuals(position):
     np.testing.assert_allclose(features, layer_norm(x, eps=1e-3, **own["final_norm"]), atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["mamba2", "log_linear_mamba2"])
+def test_a_plain_mamba2_is_its_recurrence_and_projections(name):
+    """y = (C B^T * decay * level weights) V W by hand."""
+    levels = {"levels": 3} if name.startswith("log") else {}
+    mixer = MIXERS[name](width=6, num_heads=2, head_dim=4, state_dim=5, conv_width=0, activation="none", plain=True,
+                         **levels)  # fmt: skip
+    x = np.random.default_rng(0).normal(size=(2, 7, 6)).astype(np.float32)
+    params = mixer.init(jax.random.key(0), jnp.asarray(x))
+    own = params["params"]
+    wanted = {"x_proj", "B_proj", "C_proj", "dt_proj", "A_log", "dt_bias", "out_proj"}
+    assert set(own) == wanted | ({"level_weights"} if levels else set())
+    np.testing.assert_array_equal(own["A_log"], 0)
+    project = {key: x @ own[f"{key}_proj"]["kernel"] for key in ("x", "B", "C", "dt")}
+    total = np.cumsum(np.log1p(np.exp(project["dt"] + own["dt_bias"])), axis=1)  # [B, T, H]
+    past = np.tril(np.ones((7, 7), bool))[..., None]
+    read = np.einsum("btk,bsk->bts", project["C"], project["B"])[..., None]
+    read = read * np.exp(np.where(past, total[:, None] - total[:, :, None], -np.inf))
+    if levels:
+        level = np.vectorize(lambda t, s: min(int(t ^ s).bit_length(), 2))(*np.indices((7, 7)))
+        raw = (x @ own["level_weights"]["level_proj"]["kernel"]).reshape(2, 7, 2, 3)
+        weights = np.log1p(np.exp(raw))
+        read = read * np.take_along_axis(weights[:, :, None], level[None, ..., None, None], 4)[..., 0]
+    o = np.einsum("btsh,bshv->bthv", read, project["x"].reshape(2, 7, 2, 4)).reshape(2, 7, 8)
+    np.testing.assert_allclose(mixer.apply(params, jnp.asarray(x))[0], o @ own["out_proj"]["kernel"], atol=1e-5)
+
+
 def test_norms_that_do_not_exist_are_refused():
     for change, message in (({"norm": "rmsnorm"}, "norm: 'rmsnorm' is not one of"),
                             ({"norm_position": "past"}, "norm_position: 'past' is not one of .* Did you mean 'post'")):

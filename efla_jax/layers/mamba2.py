@@ -8,7 +8,7 @@ from flax import linen as nn
 from jax.typing import DTypeLike
 
 from efla_jax.layers.cache import RecurrentCache, begin, fresh_cache
-from efla_jax.layers.decay import decay
+from efla_jax.layers.decay import FASTEST, decay
 from efla_jax.layers.fields import check_choice, check_dtype, check_least, head_width
 from efla_jax.layers.projections import ACTIVATIONS, dense, gate, heads
 from efla_jax.layers.reading import Reading
@@ -24,6 +24,8 @@ class Mamba2(nn.Module):
     state_dim     K, the length of B and C
     num_groups    G pairs (B, C), must divide num_heads
     conv_width    taps of the convolutions over x, B and C; 0: none
+    plain         the recurrence alone (arXiv 2605.06946): values are not multiplied by dt, A begins at 1, and there is
+                  no D x, z or norm between S^T C and the projection
     kernel_init, gate_init    see `kernel_initializer`; the gate is the projection to dt
     dtype         of the products; parameters, gates and state are float32
 
@@ -40,6 +42,7 @@ class Mamba2(nn.Module):
     conv_width: int = 4
     conv_bias: bool = True
     activation: str = "silu"
+    plain: bool = False
     kernel_init: str = "lecun"
     gate_init: str = "uniform"
     init_std: float = 0.02
@@ -90,27 +93,29 @@ class Mamba2(nn.Module):
             chunk_size=self.chunk_size, implementation=self.implementation,
         )  # fmt: skip
 
+    def gated_norm(self, o: jax.Array, values: jax.Array, x: jax.Array) -> jax.Array:
+        """RMSNorm of (o + D values) SiLU(z) in float32, heads side by side."""
+        skip = self.param("D", nn.initializers.ones, (self.num_heads,), jnp.float32)
+        o = o.astype(jnp.float32) + skip[:, None] * values.astype(jnp.float32)
+        z = dense(self, "z_proj", o.shape[-2] * o.shape[-1])(x).astype(jnp.float32)
+        return nn.RMSNorm(epsilon=self.norm_eps, dtype=jnp.float32, name="norm")(o.reshape(z.shape) * nn.silu(z))
+
     @nn.compact
     def __call__(
         self, x: jax.Array, segment_ids: SegmentIds | None = None, cache: RecurrentCache | None = None
     ) -> tuple[jax.Array, RecurrentCache]:
         """x [B, T, width] -> y [B, T, width] in `dtype` and the cache after each row's last real token; any T >= 0."""
         groups, num_heads, key_dim, value_dim = self.sizes()
-        inner = num_heads * value_dim
         x, inputs, state, segment = begin(self, x, segment_ids, cache)
         values, x_inputs = heads(self, "x", x, (num_heads, value_dim), segment_ids, inputs[0:1], self.conv_bias)
         b, b_inputs = heads(self, "B", x, (groups, key_dim), segment_ids, inputs[1:2], self.conv_bias)
         c, c_inputs = heads(self, "C", x, (groups, key_dim), segment_ids, inputs[2:3], self.conv_bias)
-        dt, log_decay = decay(self, gate(self, "dt_proj")(x), slowest=1.0)
+        dt, log_decay = decay(self, gate(self, "dt_proj")(x), 1.0, 1.0 if self.plain else FASTEST)
         Reading(name="step")(dt, segment_ids)
         Reading(name="decay")(jnp.exp(log_decay), segment_ids)
 
-        wide = values.astype(jnp.float32)
-        u = (dt[..., None] * wide).astype(values.dtype)
+        u = values if self.plain else (dt[..., None] * values.astype(jnp.float32)).astype(values.dtype)
         o, state = self.recurrence(x, c, b, u, None, log_decay, state, segment_ids)
-        o = o.astype(jnp.float32) + self.param("D", nn.initializers.ones, (num_heads,), jnp.float32)[:, None] * wide
-        z = dense(self, "z_proj", inner)(x).astype(jnp.float32)
-        o = o.reshape(z.shape) * nn.silu(z)
-        o = nn.RMSNorm(epsilon=self.norm_eps, dtype=jnp.float32, name="norm")(o)
+        o = o.reshape(*x.shape[:2], -1) if self.plain else self.gated_norm(o, values, x)
         y = dense(self, "out_proj", self.width)(o.astype(self.dtype))
         return y, RecurrentCache(x_inputs + b_inputs + c_inputs, state, segment)
