@@ -1,19 +1,24 @@
 """Associative recall: the laws of its rows in figures, batches as a function of (seed, step), runs that end early."""
 
+import csv
 import functools
+import json
 import pickle
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs import quickstart
+from configs import adaptive_decay, mqar, quickstart
 from efla_jax import data, evaluate, metrics, sharding, train
 from efla_jax.data import recall
 from efla_jax.data.recall import Recall, Size
 from efla_jax.layers import MIXERS
 from efla_jax.model import LanguageModel
+from efla_jax.train import settings
+from experiments import recall_report
 
 PACKED = dict(layout="packed", vocab_size=128, length=48, pairs=5, examples=130, test_examples=50)
 
@@ -304,3 +309,64 @@ def test_norms_that_do_not_exist_are_refused():
                             ({"norm_position": "past"}, "norm_position: 'past' is not one of .* Did you mean 'post'")):
         with pytest.raises(ValueError, match=message):
             LanguageModel(vocab_size=11, width=6, depth=1, mixer_options={"efla": {"num_heads": 2}}, **change)
+
+
+def parameters(config) -> int:
+    config = train.plain(config)
+    dataset = settings.build_dataset(config)
+    model = settings.build_model(config, dataset)
+    return sum(x.size for x in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 1), int))))
+
+
+def test_the_adaptive_decay_setting_has_the_published_layer():
+    """Embedding and head; per layer q, k, v, o, dt and the two decays, a LayerNorm; raw level weights and their MLP."""
+    plain = 2 * 128 * 64 + 2 * 64 + 2 * (4 * 64**2 + 64 + 2 + 2 * 64)
+    mlp = 2 * 10 * 64 + 64 + 10
+    extra = {"linear": 10, "linear_one": 20, "mlp_softplus": mlp, "mlp_softmax": mlp}
+    assert parameters(adaptive_decay.get_config("mamba2")) == plain
+    for variant, own in extra.items():
+        assert parameters(adaptive_decay.get_config(variant)) == plain + 2 * (64 * 10 + own)
+    config = adaptive_decay.get_config("linear_256")
+    assert config.data.task.length == 256 and config.data.task.longer == (512,)
+    assert config.model.mixer_options.log_linear_mamba2.trained_levels == 9
+    with pytest.raises(ValueError, match="'linear_64' is not one of"):
+        adaptive_decay.get_config("linear_64")
+
+
+def test_the_mqar_recipe_has_the_published_sizes():
+    config = mqar.get_config("gated_delta_net")
+    dataset = settings.build_dataset(train.plain(config))
+    assert dataset.steps_per_epoch == 391 + 4 * 79 and config.train.steps == 32 * dataset.steps_per_epoch
+    assert dataset.task.test_sizes == tuple(Size(*size) for size in mqar.TEST)
+    for mixer in MIXERS:
+        assert parameters(mqar.get_config(mixer)) > 8192 * 128  # tied
+
+
+def test_report_tells_variants_lengths_and_collapsed_seeds(tmp_path):
+    for variant, length, seed, accuracy, longer in (
+        ("linear", 128, 0, 0.9, 0.4), ("linear", 128, 1, 0.3, 0.2), ("linear_one", 128, 0, 1.0, 0.5),
+        ("mamba2", 256, 0, 0.25, 0.125),
+    ):  # fmt: skip
+        config = train.plain(adaptive_decay.get_config(variant + ("_256" if length == 256 else "")))
+        config["seed"] = seed
+        folder = tmp_path / "runs" / f"{variant}{seed}"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(config))
+        rows = [{"step": 50, "loss": 1.0}, {"step": 100, "test_accuracy": 0.95}]
+        rows += [{"step": 200, "test_accuracy": accuracy, f"test_accuracy/{2 * length}x8": longer}]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recall_report.write(tmp_path / "runs", tmp_path / "out")
+    with open(tmp_path / "out" / "runs.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["variant"] for row in rows] == ["mamba2", "linear", "linear", "linear_one"]
+    assert rows[2] == {"variant": "linear", "length": "128", "pairs": "8", "seed": "1", "steps": "200",
+                       "accuracy": "0.3", "longer": "0.2", "best": "0.95"}  # fmt: skip
+    text = (tmp_path / "out" / "table.md").read_text()
+    assert "| length | pairs | mamba2 | linear | linear_one |" in text
+    assert "| 128 | 8 |  | 60.0 ± 42.4 (1/2) | 100.0 (0/1) |" in text and "| 256 | 8 | 12.5 (1/1) |  |  |" in text
+    assert (tmp_path / "out" / "recall.png").stat().st_size > 1000
+    shutil.copytree(tmp_path / "runs" / "linear1", tmp_path / "runs" / "twin")
+    with pytest.raises(ValueError, match="two runs are .*'linear', 128, 8, 1.*, one of them twin"):
+        recall_report.read(tmp_path / "runs")
+    with pytest.raises(ValueError, match="no sub-folder is a run of associative recall"):
+        recall_report.read(tmp_path)
