@@ -19,6 +19,7 @@ from efla_jax.ops import FenwickState
 from tests.oracle import relative_rms
 
 WIDTH, BATCH, TIME, ROOM = 16, 2, 21, 48
+QUICKLY = {"xla_backend_optimization_level": 0}  # compiled in half the time
 OPTIONS = {name: {"width": WIDTH, "num_heads": 2} for name in MIXERS}
 LOG_LINEAR = tuple(name for name in MIXERS if name.startswith("log_linear"))
 for name in ("mamba2", "log_linear_mamba2"):
@@ -119,7 +120,8 @@ def test_pieces_of_any_length_are_one_pass_with_gradients(name):
             return jnp.sum(y * weight) + sum(jnp.sum(jnp.sin(leaf)) for leaf in floating(after)), (y, after)
 
         grad = jax.grad(total, argnums=(0, 1, 2), has_aux=True, allow_int=True)
-        return jax.jit(grad)(params, x, started(mixer))
+        arguments = params, x, started(mixer)
+        return jax.jit(grad).lower(*arguments).compile(QUICKLY)(*arguments)
 
     whole_gradients, whole = results(one_pass)
     gradients, after = results(pieces)
@@ -183,21 +185,29 @@ def test_packed_and_padded_documents_equal_documents_alone(name):
     x, weight = inputs(batch=1), inputs(batch=1, seed=4)
     garbage = jnp.where(jnp.asarray(real)[None, :, None], x, jnp.nan)
 
-    @functools.partial(jax.jit, static_argnames="alone")
-    def run(params, x, weight, ids, alone):
+    @jax.jit
+    def slopes(params, x, weight, ids):
         def total(params, x):
-            y, _ = mixer.apply(params, x, None if alone else ids)
+            y, _ = mixer.apply(params, x, ids)
             return jnp.sum(y * weight), y
 
         return jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(params, x)
 
-    (_, y), (by_params, by_x) = run(params, garbage, weight, ids, alone=False)
+    compiled = {}  # by length
+
+    def run(*arguments):
+        length = arguments[0].shape[1]
+        if length not in compiled:
+            compiled[length] = slopes.lower(params, *arguments).compile(QUICKLY)
+        return compiled[length](params, *arguments)
+
+    (_, y), (by_params, by_x) = run(garbage, weight, ids)
     assert not np.any(np.asarray(y)[0, ~real])
     assert not np.any(np.asarray(by_x)[0, ~real])
     summed = jax.tree.map(jnp.zeros_like, params)
     for document in (1, 2, 3):
         at = np.flatnonzero(np.asarray(ids[0]) == document)
-        (_, y_alone), (alone_params, alone_x) = run(params, x[:, at], weight[:, at], ids[:, at], alone=True)
+        (_, y_alone), (alone_params, alone_x) = run(x[:, at], weight[:, at], None)
         tree_close((y[:, at], by_x[:, at]), (y_alone, alone_x))
         summed = jax.tree.map(jnp.add, summed, alone_params)
     tree_close(by_params, summed)
