@@ -157,7 +157,8 @@ def recall(options: Mapping[str, Any]) -> Recall:
             near = difflib.get_close_matches(name, known, n=1)
             raise ValueError(f"task.{name}: no such field of recall."
                              f"{f' Did you mean {near[0]!r}?' if near else ''} Known: {', '.join(known)}")
-    return Recall(**{name: tuple(v) if isinstance(v, list) else v for name, v in options.items()})
+    chosen: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
+    return Recall(**chosen)
 
 
 def together(columns: Mapping[str, Numbers]) -> list[tuple[int, ...]]:
@@ -254,6 +255,7 @@ class RecallDataset:
     def train_iterator(self, start_step: int = 0, rows: slice | None = None) -> BatchIterator:
         """Endless iterator whose first batch is that of `start_step`; rows: the part of each batch to read."""
         task, part = self.task, part_of_batch(rows, self._batch_size)
+        source: FixedBatches | FreshBatches
         if self.steps_per_epoch:
             sizes = enumerate(zip(task.train_sizes, task.examples_of_sizes, strict=True))
             sets = [task.fixed_rows(size, count, (TRAIN, self._seed, number)) for number, (size, count) in sizes]
