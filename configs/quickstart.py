@@ -2,22 +2,26 @@
 
     python -m experiments.train --config=configs/quickstart.py:efla --workdir=runs/first
 
-About 0.9 M parameters and 0.5 M bytes of training; one to two minutes a mixer on two CPU cores. Any mixer of the
-registry can stand behind the colon; efla is the default. A corpus of your own: --config.data.path=FOLDER_OF_TEXTS.
+About 0.9 M parameters and 0.5 M bytes of training; one to two minutes a mixer on two CPU cores, log-linear ones a few
+times that. Any mixer of the registry can stand behind the colon; efla is the default. A corpus of your own: --config.data.path=FOLDER_OF_TEXTS.
 Held-out scores stand in experiments/results/README.md.
 """
 
 from configs.common import base, check_mixer
 
 # Options with their defaults, so that a command line can set them.
+LEVELS = {"level_kind": "linear", "level_bias": False}
 OPTIONS = {
     "efla": {"step": "exact"},
     "delta_net": {"negative_eigenvalues": False},
     "gated_efla": {"step": "joint", "normalize_keys": False},
     "gated_delta_net": {"negative_eigenvalues": False},
     "attention": {"rope_base": 10000.0, "qk_norm": False},
+    "log_linear_efla": {"step": "exact", **LEVELS},
+    "log_linear_gated_delta_net": {"negative_eigenvalues": False, **LEVELS},
+    "log_linear_mamba2": LEVELS,
 }
-MIXERS = ("efla", "delta_net", "gated_efla", "gated_delta_net", "mamba2", "attention")
+MIXERS = (*OPTIONS, "mamba2")
 
 
 def get_config(arg: str = ""):
