@@ -137,13 +137,13 @@ def meeting(t: jax.Array, s: jax.Array, levels: int) -> jax.Array:
     return jnp.minimum(fenwick_level(t, s), levels - 1)
 
 
-def merge(states: jax.Array, depth: jax.Array) -> jax.Array:
-    """Slots [B, ..., L, K, V] after those below slot `depth` [B] have been added to it (0: none are)."""
+def merge(states: jax.Array, depth: jax.Array, more: jax.Array | float = 0.0) -> jax.Array:
+    """Slots [B, ..., L, K, V] after those below slot `depth` [B] (0: none) and `more` have been added to it."""
     slots = jnp.arange(states.shape[-3])
-    below = slots < depth[:, None]
     column = (-1,) + (1,) * (states.ndim - 4) + (slots.size, 1, 1)
-    moved = jnp.sum(jnp.where(below.reshape(column), states, 0.0), axis=-3, keepdims=True)
-    return jnp.where(below.reshape(column), 0.0, states) + (slots == depth[:, None]).reshape(column) * moved
+    below, there = (mask(slots, depth[:, None]).reshape(column) for mask in (jnp.less, jnp.equal))
+    moved = more + jnp.sum(jnp.where(below, states, 0.0), axis=-3, keepdims=True)
+    return jnp.where(below, 0.0, states) + jnp.where(there, moved, 0.0)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -170,8 +170,8 @@ def fenwick_recurrent(f: Fenwick, _chunk_size: int) -> tuple[jax.Array, jax.Arra
             states = states - k[:, :, None, None, :, None] * known[..., None, :]
         o = keep[..., None] * jnp.einsum("bgrl,bgrlv->bgrv", weights, seen, precision=PRECISION)
         o += (match * weights[..., 0])[..., None] * u
-        states = (keep[..., None, None, None] * states).at[..., 0, :, :].add(k[:, :, None, :, None] * u[..., None, :])
-        return merge(states, depth), o
+        own = (k[:, :, None, :, None] * u[..., None, :])[..., None, :, :]
+        return merge(keep[..., None, None, None] * states, depth, own), o
 
     def tokens(array, *shape):
         return jnp.moveaxis(array.astype(jnp.float32), 1, 0).reshape(time, *shape)

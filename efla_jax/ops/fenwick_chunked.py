@@ -27,7 +27,7 @@ from jax import lax
 
 from efla_jax.ops.chunked import Chunks, chunks, cut, decays, join, unit_lower_inverse
 from efla_jax.ops.fenwick import Fenwick, fenwick_level, meeting, merge, states_of
-from efla_jax.ops.fenwick_tree import Blocks, in_slots, times, tree
+from efla_jax.ops.fenwick_tree import Blocks, in_slots, times, tree, unstack
 from efla_jax.shapes import CHUNK_SIZES
 
 
@@ -50,14 +50,15 @@ def _inverse_backward(dtype, x, d_x):
 inverse.defvjp(_inverse_forward, _inverse_backward)
 
 
-def at_level(weights: jax.Array, level: jax.Array) -> jax.Array:
-    """Weights [L, ..., C] of the levels [..., C, n]: selected, since the gradient of a gather is a scatter."""
+def at_level(weights: tuple[jax.Array, ...], level: jax.Array) -> jax.Array:
+    """Of weights [..., C], one of each level, those at the levels [..., C, n]: selected, since the gradient of a gather
+    is a scatter."""
     return sum(jnp.where(level == i, weight[..., None], 0.0) for i, weight in enumerate(weights))
 
 
 class Inner(NamedTuple):
-    """What chunks need that no state enters: (w . R . P) U, "in", Q - P e K, (R . X)^T (out . K) and K^T E (None without
-    erase)."""
+    """What chunks need that no state enters: (w . R . P) U, "in", Q - P e K, (R . X)^T (out . K) and, with erase,
+    K^T E."""
 
     o: jax.Array
     into: jax.Array
@@ -66,10 +67,10 @@ class Inner(NamedTuple):
     erased: jax.Array | None
 
 
-def inner(x: Chunks, weights: jax.Array, position: jax.Array) -> Inner:
-    """q and k [..., 1, C, K] are read by all u [..., R, C, V] of their group; weights [L, ..., R, C]; position [..., C]
-    of the tokens."""
-    dtype, top = x.k.dtype, weights.shape[0] - 1
+def inner(x: Chunks, weights: tuple[jax.Array, ...], position: jax.Array) -> Inner:
+    """q and k [..., 1, C, K] are read by all u [..., R, C, V] of their group; weights [..., R, C] of each level;
+    position [..., C] of the tokens."""
+    dtype, top = x.k.dtype, len(weights) - 1
     decay = decays(x.log_decay, x.document, x.before)
     query, write, erased = x.q, decay.out[..., None] * x.k, None
     scores = jnp.tril(times(dtype, "...ik,...jk->...ij", x.q, x.k))
@@ -109,20 +110,19 @@ def levels(position: jax.Array, start: jax.Array, count: int, size: int) -> Leve
     return Levels(position, jnp.concatenate([start[None], end[:-1]]), end)
 
 
-def seen_weights(weights: jax.Array, t: jax.Array, start: jax.Array) -> jax.Array:
-    """Weights [L, B, ..., C] of the level at which the queries at t [B, C] see each slot of the states that the token
+def seen_weights(weights: tuple[jax.Array, ...], t: jax.Array, start: jax.Array) -> jax.Array:
+    """Weights [B, G, R, C, L] of the level at which the queries at t [B, C] see each slot of the states that the token
     at start [B] would read: slot l if t and start lie in one block of 2^l tokens, else the level where they meet."""
-    count = weights.shape[0]
-    meet = meeting(t, start[:, None], count).reshape(t.shape[0], *(1,) * (weights.ndim - 3), -1)
-    slot = jnp.arange(count).reshape(-1, *(1,) * meet.ndim)
-    return jnp.where(slot < meet, at_level(weights, meet[..., None])[..., 0], weights)
+    meet = meeting(t, start[:, None], len(weights))[:, None, None, :, None]
+    below = jnp.arange(len(weights)) < meet
+    return jnp.where(below, at_level(weights, meet), jnp.stack(weights, -1))
 
 
 def chunk(states: jax.Array, piece: tuple) -> tuple[jax.Array, jax.Array]:
     """States [B, G, R, L, K, V] after one chunk and its outputs [B, G, R, C, V]."""
     parts, u, weights, where = piece
-    dtype, count = u.dtype, weights.shape[0]
-    scale = jnp.moveaxis(seen_weights(weights, where.position, where.start), 0, -1) * parts.into[..., None]
+    dtype, count = u.dtype, len(weights)
+    scale = seen_weights(weights, where.position, where.start) * parts.into[..., None]
     query = scale[..., None] * parts.query[..., None, :]
     o = parts.o + times(dtype, "bgrclk,bgrlkv->bgrcv", query, states)
     if parts.erased is not None:
@@ -133,9 +133,9 @@ def chunk(states: jax.Array, piece: tuple) -> tuple[jax.Array, jax.Array]:
     return states + times(dtype, "bgrlck,bgrcv->bgrlkv", write, u), o
 
 
-def chunks_of(f: Fenwick, count: int, size: int) -> tuple[Chunks, jax.Array]:
+def chunks_of(f: Fenwick, count: int, size: int) -> tuple[Chunks, tuple[jax.Array, ...]]:
     """The arguments in `count` chunks, q and k with an axis of 1 for the heads that read them, and the weights
-    [N, L, B, G, R, C]."""
+    [N, B, G, R, C] of each level."""
     x = f.x
     fill = ((0, 0), (0, count * size - x.k.shape[1]))
 
@@ -144,7 +144,7 @@ def chunks_of(f: Fenwick, count: int, size: int) -> tuple[Chunks, jax.Array]:
 
     pieces = chunks(*(wide(array) for array in (x.q, x.k, x.u, x.erase, x.log_decay, x.starts)), size)
     weights = cut(f.level_weights, count, size, x.k.shape[2], x.u.shape[2] // x.k.shape[2])
-    return pieces._replace(q=pieces.q[..., None, :, :], k=pieces.k[..., None, :, :]), jnp.moveaxis(weights, -1, 1)
+    return pieces._replace(q=pieces.q[..., None, :, :], k=pieces.k[..., None, :, :]), unstack(weights)
 
 
 def anywhere(f: Fenwick, states: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
@@ -157,7 +157,7 @@ def anywhere(f: Fenwick, states: jax.Array, size: int) -> tuple[jax.Array, jax.A
     @jax.checkpoint
     def several(states, pieces):
         x, weights, where = pieces
-        parts = inner(x, jnp.moveaxis(weights, 1, 0), where.position[:, :, None, None])
+        parts = inner(x, weights, where.position[:, :, None, None])
         return lax.scan(chunk, states, (parts, x.u, weights, where))
 
     split = states.reshape(states.shape[0], f.x.k.shape[2], -1, *states.shape[2:])
@@ -169,13 +169,13 @@ def whole_chunks(f: Fenwick, size: int) -> tuple[jax.Array, jax.Array]:
     """Rows of whole chunks that begin at 0."""
     count = f.x.k.shape[1] // size
     x, weights = chunks_of(f, count, size)
-    x, weights = jax.tree.map(lambda a: jnp.moveaxis(a, 0, 3), x), jnp.moveaxis(weights, 0, 4)
+    x, weights = jax.tree.map(lambda a: jnp.moveaxis(a, 0, 3), (x, weights))
     parts = jax.checkpoint(inner)(x, weights[: size.bit_length()], jnp.arange(size))
     state = times(x.u.dtype, "...ck,...cv->...kv", parts.write, x.u)
-    lowest = min(size.bit_length(), weights.shape[0] - 1)
+    lowest = min(size.bit_length(), len(weights) - 1)
     blocks = Blocks(parts.o, parts.into, parts.query, weights[lowest:], state, parts.erased)
     o, states = tree(x.u.dtype, blocks)
-    return join(jnp.moveaxis(o, 3, 0), f.x.u), in_slots(states, lowest, weights.shape[0])
+    return join(jnp.moveaxis(o, 3, 0), f.x.u), in_slots(states, lowest, len(weights))
 
 
 @functools.partial(jax.jit, static_argnums=1)

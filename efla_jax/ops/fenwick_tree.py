@@ -50,32 +50,25 @@ class Blocks(NamedTuple):
     """M blocks of n tokens side by side; R = H // G value heads read one key head.
 
     o [B, G, R, M, n, V] float32: what is read so far; into [B, G, R, M, n] float32; query [B, G, 1, M, n, K], with
-    erase [B, G, R, M, n, K]; weights [J, B, G, R, M, n]: the level weights of this step and the next ones, the last of
+    erase [B, G, R, M, n, K]; weights [B, G, R, M, n] each: of the levels of this step and the next ones, the last of
     which serves any further; state [B, G, R, M, K, V] float32; erased [B, G, R, M, K, K] float32 or None."""
 
     o: jax.Array
     into: jax.Array
     query: jax.Array
-    weights: jax.Array
+    weights: tuple[jax.Array, ...]
     state: jax.Array
     erased: jax.Array | None
 
 
-BLOCK_AXIS = Blocks(o=3, into=3, query=3, weights=4, state=3, erased=3)
+def blocks_from(x: Blocks, first: int, last: int) -> Blocks:
+    """Blocks first .. last - 1 of those side by side."""
+    return jax.tree.map(lambda a: a[:, :, :, first:last], x)
 
 
-def of_blocks(x: Blocks, part) -> Blocks:
-    """part(array, axis of the blocks) of each array."""
-    return Blocks(*(None if a is None else part(a, axis) for a, axis in zip(x, BLOCK_AXIS, strict=True)))
-
-
-def every_other(x: jax.Array, axis: int, first: int) -> jax.Array:
-    return jax.lax.slice_in_dim(x, first, x.shape[axis], 2, axis)
-
-
-def side_by_side(left: jax.Array, right: jax.Array) -> jax.Array:
-    """[B, G, R, M, n, ...] of either half -> [B, G, R, M, 2 n, ...]."""
-    return jnp.concatenate([left, right], axis=4)
+def unstack(x: jax.Array) -> tuple[jax.Array, ...]:
+    """x[..., 0], x[..., 1], ...: by a split, whose gradient puts them together at once."""
+    return tuple(piece.squeeze(-1) for piece in jnp.split(x, x.shape[-1], axis=-1))
 
 
 @functools.partial(jax.checkpoint, static_argnums=0)
@@ -83,37 +76,49 @@ def met(dtype, state: jax.Array, into: jax.Array, query: jax.Array, weight: jax.
     """What blocks read of the states before them (weight [B, G, R, M, n] of its level), and those states behind
     them."""
     scale, last = (weight * into)[..., None], into[..., -1, None, None]
+    if query.shape[2] == state.shape[2]:
+        seen = times(dtype, "...nk,...kv->...nv", scale * query, state)
+    else:
+        seen = scale * times(dtype, "bgmnk,bgrmkv->bgrmnv", query.squeeze(2), state)
     if erased is None:
-        key_head = "bgmnk,bgrmkv->bgrmnv"
-        return scale * times(dtype, key_head, query[:, :, 0], state), last * state
-    seen = times(dtype, "...nk,...kv->...nv", scale * query, state)
+        return seen, last * state
     return seen, last * (state - times(dtype, "...kl,...lv->...kv", erased, state))
 
 
 @functools.partial(jax.checkpoint, static_argnums=0)
-def erased_by_both(dtype, erased: jax.Array, query: jax.Array, right: jax.Array):
-    """The queries of right halves seen from the whole, and R of the whole; erased is R of the left halves."""
-    query = query - times(dtype, "...nk,...kl->...nl", query, erased).astype(query.dtype)
-    return query, erased + right - times(dtype, "...kl,...lm->...km", right, erased)
+def erased_by_both(dtype, query: jax.Array, left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What the left halves erase of the queries of the right ones, and R of the whole."""
+    both = left + right - times(dtype, "...kl,...lm->...km", right, left)
+    return times(dtype, "...nk,...kl->...nl", query, left), both
+
+
+def halves(x: jax.Array) -> list[jax.Array]:
+    """Of states [B, G, R, M, ...]: those of left and of right halves."""
+    return [half.squeeze(4) for half in jnp.split(x.reshape(*x.shape[:3], -1, 2, *x.shape[4:]), 2, axis=4)]
+
+
+def two_by_two(x: jax.Array) -> jax.Array:
+    """[B, G, R, M, n, ...] -> [B, G, R, M / 2, 2 n, ...]."""
+    return x.reshape(*x.shape[:3], x.shape[3] // 2, -1, *x.shape[5:])
 
 
 def merged(dtype, x: Blocks) -> Blocks:
     """An even number of blocks, two by two."""
-    left, right = (of_blocks(x, functools.partial(every_other, first=first)) for first in (0, 1))
-    seen, state = met(dtype, left.state, right.into, right.query, right.weights[0], right.erased)
-    query, erased = right.query, None
-    if right.erased is not None:
-        query, erased = erased_by_both(dtype, left.erased, query, right.erased)
-    into = right.into * left.into[..., -1:]
-    weights = x.weights[min(1, x.weights.shape[0] - 1) :]
-    return Blocks(
-        side_by_side(left.o, right.o + seen),
-        side_by_side(left.into, into),
-        side_by_side(left.query, query),
-        weights.reshape(*weights.shape[:4], -1, 2 * weights.shape[5]),
-        state + right.state,
-        erased,
-    )
+    n = x.into.shape[4]
+    o, into, query, weights = jax.tree.map(two_by_two, (x.o, x.into, x.query, x.weights))
+
+    def behind(right):  # nothing for the tokens of the left half
+        return jnp.pad(right, [(0, 0)] * 4 + [(n, 0), (0, 0)])
+
+    (left, right), erased = halves(x.state), x.erased
+    if erased is not None:
+        first, erased = halves(erased)
+    seen, state = met(dtype, left, into[..., n:], query[:, :, :, :, n:], weights[0][..., n:], erased)
+    if erased is not None:
+        less, erased = erased_by_both(dtype, query[:, :, :, :, n:], first, erased)
+        query = (query - behind(less)).astype(query.dtype)
+    into = jnp.concatenate([into[..., :n], into[..., n - 1 : n] * into[..., n:]], axis=4)
+    return Blocks(o + behind(seen), into, query, weights[1:] or weights, state + right, erased)
 
 
 def tree(dtype, x: Blocks) -> tuple[jax.Array, dict[int, jax.Array]]:
@@ -122,15 +127,15 @@ def tree(dtype, x: Blocks) -> tuple[jax.Array, dict[int, jax.Array]]:
     shape, odd, step = x.o.shape, [], 0
     while count := x.state.shape[3]:
         if count % 2:
-            odd.append((step, of_blocks(x, lambda a, axis: jax.lax.slice_in_dim(a, count - 1, count, 1, axis))))
-            x = of_blocks(x, lambda a, axis: jax.lax.slice_in_dim(a, 0, count - 1, 1, axis))
+            odd.append((step, blocks_from(x, count - 1, count)))
+            x = blocks_from(x, 0, count - 1)
         if count > 1:
             x, step = merged(dtype, x), step + 1
     states, outputs = {}, []
     for step, block in reversed(odd):
         o = block.o
         for other, state in states.items():
-            weight = block.weights[min(other - step, block.weights.shape[0] - 1)]
+            weight = block.weights[min(other - step, len(block.weights) - 1)]
             seen, states[other] = met(dtype, state, block.into, block.query, weight, block.erased)
             o += seen
         states[step] = block.state
@@ -140,11 +145,12 @@ def tree(dtype, x: Blocks) -> tuple[jax.Array, dict[int, jax.Array]]:
 
 def in_slots(states: dict[int, jax.Array], lowest: int, count: int) -> jax.Array:
     """States [B, H, L, K, V] of L = count slots from those of a tree, whose first step is the level `lowest`."""
-    batch, groups, heads, _, *shape = next(iter(states.values())).shape
-    slots = jnp.zeros((batch, groups * heads, count, *shape))
+    some = next(iter(states.values()))
+    slots = [jnp.zeros_like(some)] * count
     for step, state in states.items():
-        slots = slots.at[:, :, min(lowest + step, count - 1)].add(state.reshape(batch, -1, *shape))
-    return slots
+        slot = min(lowest + step, count - 1)
+        slots[slot] = slots[slot] + state
+    return jnp.concatenate(slots, axis=3).reshape(some.shape[0], -1, count, *some.shape[4:])
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -159,22 +165,21 @@ def fenwick_associative(f: Fenwick, _chunk_size: int) -> tuple[jax.Array, jax.Ar
     x, (batch, time, groups, _) = f.x, f.x.k.shape
     if x.u.size == 0:
         return x.u, states_of(f)
-    q, k, u, erase, decay, weights = (
+    q, k, u, erase, decay, *weights = (
         None if a is None else jnp.moveaxis(a.astype(jnp.float32).reshape(batch, time, groups, -1, *a.shape[3:]), 1, 3)
-        for a in (x.q, x.k, x.u, x.erase, x.log_decay, f.level_weights)
+        for a in (x.q, x.k, x.u, x.erase, x.log_decay, *unstack(f.level_weights))
     )
-    weights = jnp.moveaxis(weights, -1, 0)
-    lowest = min(1, weights.shape[0] - 1)
+    lowest = min(1, len(weights) - 1)
     own = weights[0] * jnp.sum(q * k, -1)
     erased = None if erase is None else (erase[..., None] * k)[..., None] * k[..., None, :]
     blocks = Blocks(
         (own[..., None] * u)[..., None, :],
         jnp.exp(decay)[..., None],
         (q if erase is None else q - (erase * jnp.sum(q * k, -1))[..., None] * k)[..., None, :],
-        weights[lowest:, ..., None],
+        tuple(w[..., None] for w in weights[lowest:]),
         k[..., None] * u[..., None, :],
         erased,
     )
     o, states = tree(jnp.float32, blocks)
     o = jnp.moveaxis(o[..., 0, :], 3, 1).reshape(x.u.shape).astype(x.u.dtype)
-    return o, in_slots(states, lowest, weights.shape[0])
+    return o, in_slots(states, lowest, len(weights))

@@ -54,8 +54,9 @@ def log_linear_delta_rule(
     The token at position s is in level bit_length(t xor s) of the query at t (`fenwick_level`); positions count the
     real tokens of each document. level_weights `[B, T, H, L]` (used in float32): levels from L - 1 on share weight and
     slot L - 1, so L = 1 is `delta_rule` times its weight, and so is any L with equal weights. All else is as in
-    `delta_rule`, but the state: a `FenwickState` of any prefix goes on in any pieces; time is never split over
-    devices. Source: Log-Linear Attention (arXiv 2506.04761).
+    `delta_rule`, but the state: a `FenwickState` of any prefix goes on in any pieces; time is never split over devices.
+    "chunked" costs least where rows begin at 0 without segment_ids (a tree over chunks; elsewhere every chunk works on
+    all slots), and "associative" takes such rows only. Source: Log-Linear Attention (arXiv 2506.04761).
 
     >>> import jax.numpy as jnp
     >>> k, gates = jnp.ones((1, 5, 1, 4)) / 2, jnp.ones((1, 5, 2))
