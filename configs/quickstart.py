@@ -3,8 +3,8 @@
     python -m experiments.train --config=configs/quickstart.py:efla --workdir=runs/first
 
 About 0.9 M parameters and 0.5 M bytes of training; one to two minutes a mixer on two CPU cores, log-linear ones a few
-times that. Any mixer of the registry can stand behind the colon; efla is the default. A corpus of your own: --config.data.path=FOLDER_OF_TEXTS.
-Held-out scores stand in experiments/results/README.md.
+times that. Any mixer of the registry can stand behind the colon; efla is the default. A corpus of your own:
+--config.data.path=FOLDER_OF_TEXTS. Held-out scores stand in experiments/results/README.md.
 """
 
 from configs.common import base, check_mixer
