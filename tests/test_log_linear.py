@@ -165,17 +165,6 @@ def test_bfloat16_inputs(implementation, position, time, name):
     assert [x.dtype for x in (*out, *gradients)] == [jnp.bfloat16, jnp.float32] + [jnp.bfloat16] * 3 + [jnp.float32] * 4
 
 
-def test_bfloat16_keeps_what_is_forgotten_slowly():
-    """A state that loses 1e-3 of itself per chunk and 1e-4 by its decay keeps its size over 64 chunks: neither stands
-    in a bfloat16 operand beside a 1."""
-    time, shape = 1024, dict(batch=1, key_heads=1, heads=1)
-    (q, k, u, erase, decay, weights, states), cotangents = case(
-        "random", (0,), levels=11, time=time, dtype=jnp.bfloat16, **shape
-    )
-    arguments = (q, k, u, 0 * erase + 1e-3, 0 * decay - 1e-5, weights, states)
-    compare("chunked", arguments, None, (0,), cotangents, dtype="bfloat16", chunk_size=16)
-
-
 @pytest.mark.parametrize("implementation, position, time", WAYS[1:])
 def test_weights_and_decays_balance_what_is_read_and_written(implementation, position, time):
     """Per token, the sum over levels of w dw is <o, do>; the gradient of g_t is the sum from t on of <o, do> - <u, du>

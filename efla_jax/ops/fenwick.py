@@ -158,7 +158,7 @@ def fenwick_recurrent(f: Fenwick, _chunk_size: int) -> tuple[jax.Array, jax.Arra
     group = (batch, key_heads, x.u.shape[2] // key_heads)
     depth = meeting(f.position + 1, f.position, states.shape[2])
     depth = depth if f.real is None else jnp.where(f.real, depth, 0)
-    keep = jnp.exp(x.log_decay) if x.starts is None else jnp.where(x.starts[..., None], 0.0, jnp.exp(x.log_decay))
+    keep = jnp.exp(x.log_decay if x.starts is None else jnp.where(x.starts[..., None], -jnp.inf, x.log_decay))
 
     def step(states, token):
         q, k, u, erase, keep, weights, depth = token

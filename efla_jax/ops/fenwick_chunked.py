@@ -33,7 +33,8 @@ from efla_jax.shapes import CHUNK_SIZES
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def inverse(dtype, strict: jax.Array) -> jax.Array:
-    """(I + strict)^-1, whose gradient needs nothing but itself and multiplies operands in dtype."""
+    """(I + strict)^-1, whose gradient needs nothing but itself. Two products one behind the other: for nearly parallel
+    keys bfloat16 operands would lose too much, but where the rest has such, TF32 will do."""
     return unit_lower_inverse(strict)
 
 
@@ -43,7 +44,8 @@ def _inverse_forward(dtype, strict):
 
 
 def _inverse_backward(dtype, x, d_x):
-    d_x = times(dtype, "...ji,...jk->...ik", x, times(dtype, "...jk,...lk->...jl", d_x, x))
+    precision = lax.Precision.DEFAULT if dtype == jnp.bfloat16 else lax.Precision.HIGHEST
+    d_x = jnp.einsum("...ji,...jk,...lk->...il", x, d_x, x, precision=precision)
     return (-jnp.tril(d_x, -1),)
 
 
@@ -53,7 +55,7 @@ inverse.defvjp(_inverse_forward, _inverse_backward)
 def at_level(weights: tuple[jax.Array, ...], level: jax.Array) -> jax.Array:
     """Of weights [..., C], one of each level, those at the levels [..., C, n]: selected, since the gradient of a gather
     is a scatter."""
-    return sum(jnp.where(level == i, weight[..., None], 0.0) for i, weight in enumerate(weights))
+    return functools.reduce(jnp.add, (jnp.where(level == i, w[..., None], 0.0) for i, w in enumerate(weights)))
 
 
 class Inner(NamedTuple):
@@ -142,7 +144,8 @@ def chunks_of(f: Fenwick, count: int, size: int) -> tuple[Chunks, tuple[jax.Arra
     def wide(array):
         return None if array is None else jnp.pad(array, fill + ((0, 0),) * (array.ndim - 2))
 
-    pieces = chunks(*(wide(array) for array in (x.q, x.k, x.u, x.erase, x.log_decay, x.starts)), size)
+    q, k, u, erase, decay, starts = map(wide, (x.q, x.k, x.u, x.erase, x.log_decay, x.starts))
+    pieces = chunks(q, k, u, erase, decay, starts, size)
     weights = cut(f.level_weights, count, size, x.k.shape[2], x.u.shape[2] // x.k.shape[2])
     return pieces._replace(q=pieces.q[..., None, :, :], k=pieces.k[..., None, :, :]), unstack(weights)
 
@@ -197,6 +200,8 @@ def fenwick_chunked(f: Fenwick, chunk_size: int) -> tuple[jax.Array, jax.Array]:
 
 def part_of(f: Fenwick, part: slice) -> Fenwick:
     """Some of the tokens of rows that begin at 0."""
-    x = jax.tree.map(lambda array: array[:, part], f.x._replace(initial_state=None))
+    cropped = {name: a[:, part] for name, a in f.x._asdict().items() if a is not None and name != "initial_state"}
     position = f.position[:, part]
-    return f._replace(x=x, level_weights=f.level_weights[:, part], position=position, start=position[:, 0])
+    return f._replace(
+        x=f.x._replace(**cropped), level_weights=f.level_weights[:, part], position=position, start=position[:, 0]
+    )

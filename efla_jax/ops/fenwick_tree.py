@@ -131,7 +131,8 @@ def tree(dtype, x: Blocks) -> tuple[jax.Array, dict[int, jax.Array]]:
             x = blocks_from(x, 0, count - 1)
         if count > 1:
             x, step = merged(dtype, x), step + 1
-    states, outputs = {}, []
+    states: dict[int, jax.Array] = {}
+    outputs = []
     for step, block in reversed(odd):
         o = block.o
         for other, state in states.items():
@@ -165,18 +166,22 @@ def fenwick_associative(f: Fenwick, _chunk_size: int) -> tuple[jax.Array, jax.Ar
     x, (batch, time, groups, _) = f.x, f.x.k.shape
     if x.u.size == 0:
         return x.u, states_of(f)
-    q, k, u, erase, decay, *weights = (
-        None if a is None else jnp.moveaxis(a.astype(jnp.float32).reshape(batch, time, groups, -1, *a.shape[3:]), 1, 3)
-        for a in (x.q, x.k, x.u, x.erase, x.log_decay, *unstack(f.level_weights))
-    )
+
+    def heads(a):
+        return jnp.moveaxis(a.astype(jnp.float32).reshape(batch, time, groups, -1, *a.shape[3:]), 1, 3)
+
+    q, k, u, decay, *weights = map(heads, (x.q, x.k, x.u, x.log_decay, *unstack(f.level_weights)))
     lowest = min(1, len(weights) - 1)
     own = weights[0] * jnp.sum(q * k, -1)
-    erased = None if erase is None else (erase[..., None] * k)[..., None] * k[..., None, :]
+    query, erased = q, None
+    if x.erase is not None:
+        known = heads(x.erase)[..., None] * k
+        query, erased = q - jnp.sum(q * k, -1, keepdims=True) * known, known[..., None] * k[..., None, :]
     blocks = Blocks(
         (own[..., None] * u)[..., None, :],
         jnp.exp(decay)[..., None],
-        (q if erase is None else q - (erase * jnp.sum(q * k, -1))[..., None] * k)[..., None, :],
-        tuple(w[..., None] for w in weights[lowest:]),
+        query[..., None, :],
+        tuple(weight[..., None] for weight in weights[lowest:]),
         k[..., None] * u[..., None, :],
         erased,
     )
