@@ -211,7 +211,8 @@ class Panel:
     """One pair of axes: `lines` maps a label to (x [n], y [n] or [seeds, n]), `levels` a label to a constant.
 
     Several seeds are drawn as their mean with a band from the smallest to the largest; levels are dashed.
-    `logarithmic` makes both axes so, x by powers of two, and marks the points.
+    `logarithmic` makes both axes so, x by powers of two, and marks the points. `points` is for outcomes that are all or
+    nothing: x are categories, every seed is a point and the mean a dash.
     """
 
     lines: Mapping[str, tuple[Any, Any]]
@@ -220,6 +221,7 @@ class Panel:
     title: str = ""
     levels: Mapping[str, float | int] = field(default_factory=dict)
     logarithmic: bool = False
+    points: bool = False
 
 
 def plot_lines(panels: Sequence[Panel], output: str | Path) -> Path:
@@ -236,15 +238,23 @@ def plot_lines(panels: Sequence[Panel], output: str | Path) -> Path:
     colours = {label: f"C{i}" for i, label in enumerate(labels)}
     figure = Figure(figsize=(1 + 4.5 * len(panels), 3.8), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        for label, (x, y) in panel.lines.items():
+        places = np.unique(np.concatenate([np.asarray(x, float) for x, _ in panel.lines.values()]))
+        for i, (label, (x, y)) in enumerate(panel.lines.items()):
             x, y = np.asarray(x, float), np.atleast_2d(np.asarray(y, float))
             if y.shape[1:] != x.shape:
                 raise ValueError(f"line {label!r} of panel {panel.title!r}: x has shape {x.shape}, y {y.shape}; "
                                  "y must be [n] or [seeds, n] for x [n]")
+            if panel.points:
+                x = np.searchsorted(places, x) + 0.8 * ((i + 0.5) / len(panel.lines) - 0.5)
+                axes.plot(np.tile(x, len(y)), y.ravel(), "o", color=colours[label], markersize=4, alpha=0.6)
+                axes.plot(x, y.mean(axis=0), "_", label=label, color=colours[label], markersize=11, markeredgewidth=2)
+                continue
             marker = "o" if panel.logarithmic else None
             axes.plot(x, y.mean(axis=0), label=label, color=colours[label], linewidth=1.5, marker=marker, markersize=3)
             if len(y) > 1:
                 axes.fill_between(x, y.min(axis=0), y.max(axis=0), color=colours[label], alpha=0.2, linewidth=0)
+        if panel.points:
+            axes.set_xticks(range(len(places)), [f"{place:g}" for place in places])
         for label, level in panel.levels.items():
             axes.axhline(level, linestyle="--", linewidth=1, color="0.4")
             axes.annotate(label, (1, level), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
@@ -252,8 +262,11 @@ def plot_lines(panels: Sequence[Panel], output: str | Path) -> Path:
         if panel.logarithmic:
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        axes.grid(alpha=0.3, axis="y" if panel.points else "both")
+        if not panel.points:
+            axes.legend(fontsize=8)
+        elif axes is figure.axes[-1]:
+            figure.legend(*figure.axes[0].get_legend_handles_labels(), fontsize=8, loc="outside right upper")
     path = Path(output)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
@@ -300,6 +313,7 @@ def plot_maps(
         axes.set_xlabel(x_label)
     for axes in grid[:, 0]:
         axes.set_ylabel(y_label)
+    assert image is not None  # there is a map
     figure.colorbar(image, ax=grid, label=scale_label)
     path = Path(output)
     path.parent.mkdir(parents=True, exist_ok=True)
