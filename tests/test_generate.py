@@ -44,7 +44,10 @@ def reread(module, prompt, count):
     return text[len(prompt) :]
 
 
-@pytest.mark.parametrize("mixers", [*((name,) for name in MIXERS), ("efla", "attention", "mamba2")])
+# One of each kind of cache, and all together: that every mixer goes on from its cache stands in test_layers.
+@pytest.mark.parametrize(
+    "mixers", [("attention",), ("gated_efla",), ("log_linear_mamba2",), ("efla", "attention", "mamba2")]
+)
 def test_rows_of_different_lengths_equal_rereading_everything(mixers):
     module = model(*mixers)
     together = generate(module, parameters(module), PROMPTS, max_new_tokens=10, greedy=True)

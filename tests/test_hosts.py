@@ -79,15 +79,21 @@ def losses(workdir):
     return {row["step"]: row["loss"] for row in metrics.read_rows(workdir) if "loss" in row}
 
 
+def assert_same_losses(workdir, other):
+    ours, theirs = losses(workdir), losses(other)
+    assert sorted(ours) == sorted(theirs) == list(range(1, STEPS + 4))
+    np.testing.assert_allclose([ours[s] for s in sorted(ours)], [theirs[s] for s in sorted(theirs)], rtol=2e-5)
+
+
+@pytest.mark.slow
 def test_two_processes_train_save_and_go_on_as_one(corpus, tmp_path):
     """Two processes equal one; their checkpoint goes on in one process, on another mesh, to the same numbers."""
     ended(*pair(corpus, tmp_path / "two"))
     longer = f"--config.train.steps={STEPS + 3}"
     ended(start(corpus, tmp_path / "one", longer))
     ended(start(corpus, tmp_path / "two", longer, "--resume", "--config.mesh.context=1", "--config.mesh.fsdp=2"))
-    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
-    assert sorted(one) == sorted(two) == list(range(1, STEPS + 4))
-    np.testing.assert_allclose([two[s] for s in sorted(two)], [one[s] for s in sorted(one)], rtol=2e-5)
+    assert_same_losses(tmp_path / "two", tmp_path / "one")
+    one = losses(tmp_path / "one")
     assert one[STEPS + 3] < one[1] - 0.1
 
 
@@ -97,9 +103,7 @@ def test_a_run_of_one_process_goes_on_in_two(corpus, tmp_path):
     ended(start(corpus, tmp_path / "run", "--config.mesh.data=1", "--config.mesh.context=1", devices=1))
     ended(*pair(corpus, tmp_path / "run", longer, "--resume"))
     ended(start(corpus, tmp_path / "whole", longer))
-    run, whole = losses(tmp_path / "run"), losses(tmp_path / "whole")
-    assert sorted(run) == sorted(whole) == list(range(1, STEPS + 4))
-    np.testing.assert_allclose([run[s] for s in sorted(run)], [whole[s] for s in sorted(whole)], rtol=2e-5)
+    assert_same_losses(tmp_path / "run", tmp_path / "whole")
 
 
 @pytest.mark.slow
