@@ -223,6 +223,22 @@ def test_vmap_scan_and_remat_of_gradients():
         assert relative_rms(other, alone) < 1e-6
 
 
+def test_a_gradient_can_be_differentiated_forward():
+    """Hessian-vector products, as jvp of grad: no rule of a gradient may itself have none."""
+    (*arguments, _), _ = case("random", time=21)  # a whole chunk and some of the next
+    arguments = [x[:1] for x in arguments]
+
+    def product(implementation):
+        def loss(arguments):
+            o, state = ops.log_linear_delta_rule(*arguments, chunk_size=16, implementation=implementation)
+            return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.cos(state.states))
+
+        return jax.jit(lambda a: jax.jvp(jax.grad(loss), (a,), ([jnp.cos(x) for x in a],))[1])(arguments)
+
+    for got, expected in zip(product("chunked"), product("recurrent"), strict=True):
+        assert relative_rms(got, expected) < 1e-5
+
+
 @pytest.mark.parametrize("fresh", (True, False))
 @pytest.mark.parametrize("sizes", ((2, 2, 2, 1), (2, 1, 2, 2)))
 def test_meshes_equal_one_device(sizes, fresh):

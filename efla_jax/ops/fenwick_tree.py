@@ -26,21 +26,25 @@ from efla_jax.ops.chunked import product
 from efla_jax.ops.fenwick import Fenwick, states_of
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def times(dtype, spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """`product` of operands in dtype, in the gradient too; an index of one operand alone is not summed over."""
+def _times(dtype, spec, a, b):
     return product(spec, a.astype(dtype), b.astype(dtype))
 
 
-def _times_forward(dtype, spec, a, b):
-    return times(dtype, spec, a, b), (a, b)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def times(dtype, spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """`product` of operands in dtype, in the gradient too; an index of one operand alone is not summed over."""
+    return _times(dtype, spec, a, b)
+
+
+def _times_forward(dtype, spec, a, b):  # products without rules of their own, so that a gradient has a jvp
+    return _times(dtype, spec, a, b), (a, b)
 
 
 def _times_backward(dtype, spec, saved, cotangent):
     a, b = saved
     first, second, out = spec.replace("->", ",").split(",")
-    d_a = times(dtype, f"{out},{second}->{first}", cotangent, b)
-    return d_a.astype(a.dtype), times(dtype, f"{first},{out}->{second}", a, cotangent).astype(b.dtype)
+    d_a = _times(dtype, f"{out},{second}->{first}", cotangent, b)
+    return d_a.astype(a.dtype), _times(dtype, f"{first},{out}->{second}", a, cotangent).astype(b.dtype)
 
 
 times.defvjp(_times_forward, _times_backward)
