@@ -6,6 +6,7 @@ accuracy is below 50 %. Best is the best score of any evaluation, which is what 
 
 import csv
 import json
+import math
 import pathlib
 import statistics
 from collections.abc import Callable
@@ -21,40 +22,58 @@ PUBLISHED_LENGTH = 128
 
 
 def variant(config: dict) -> str:
-    """The mixer, or for a log-linear one its level weights; linear ones with a bias begin at 1."""
-    (mixer,) = config["model"]["mixers"]
-    options = config["model"]["mixer_options"][mixer]
+    """The mixer, or for a log-linear one its level weights; linear ones with a bias begin at 1. Hybrids: all mixers."""
+    mixer, *others = config["model"]["mixers"]
+    if others:
+        return "+".join((mixer, *others))
+    options = config["model"]["mixer_options"].get(mixer, {})
     return options.get("level_kind", mixer) + ("_one" if options.get("level_bias") else "")
 
 
+def ended(last: dict, options: dict) -> bool:
+    """Whether a run's last scores are those of its end."""
+    return last["step"] == options["steps"] or 0 < options["stop_at"] <= last["test_accuracy"]
+
+
 def read(folder: pathlib.Path) -> list[dict]:
-    """One row per run below `folder`. Raises ValueError if there is none, or two that the columns do not tell apart."""
+    """One row per run below `folder` that has ended. Raises ValueError if there is none, for two that the columns do
+    not tell apart, and for one of several sizes."""
     rows: dict[tuple, dict] = {}
+    going = []
     for file in sorted(folder.glob("*/metrics.jsonl")):
         config = json.loads((file.parent / "config.json").read_text())
         if config["data"]["kind"] != "recall":
             continue
         task, scored = config["data"]["task"], [row for row in metrics.read_rows(file) if "test_accuracy" in row]
+        if not isinstance(task["length"], int) or not isinstance(task["pairs"], int):
+            raise ValueError(
+                f"--runs={folder}: {file.parent.name} has length={task['length']} and pairs={task['pairs']}, but a line"
+                " of the tables is one of each; report runs of one size."
+            )
+        if not scored or not ended(scored[-1], config["train"]):
+            going.append(file.parent.name)
+            continue
         last = scored[-1]
-        beyond = [f"test_accuracy/{length}x{task['pairs']}" for length in task["longer"]]
         row = {
             "variant": variant(config), "length": task["length"], "pairs": task["pairs"], "seed": config["seed"],
             "steps": last["step"], "accuracy": last["test_accuracy"],
-            "longer": last[beyond[-1]] if beyond else float("nan"),
+            "longer": last.get(f"test_accuracy/{2 * task['length']}x{task['pairs']}", float("nan")),
             "best": max(row["test_accuracy"] for row in scored),
         }  # fmt: skip
         key = tuple(list(row.values())[:4])
         if key in rows:
             raise ValueError(f"--runs={folder}: two runs are {key}, one of them {file.parent.name}; report them apart.")
         rows[key] = row
+    if going:
+        print(f"left out, not at their end (--resume): {', '.join(going)}")
     if not rows:
-        raise ValueError(f"--runs={folder}: no sub-folder is a run of associative recall; train some there first.")
+        raise ValueError(f"--runs={folder}: no sub-folder is an ended run of associative recall; train some first.")
     return list(rows.values())
 
 
 def cell(rows: list[dict], column: str) -> str:
     """Mean and deviation over seeds in %, and how many of them collapsed."""
-    values = [100 * row[column] for row in rows]
+    values = [100 * row[column] for row in rows if not math.isnan(row[column])]
     if not values:
         return ""
     spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""

@@ -343,7 +343,7 @@ def test_report_tells_variants_lengths_and_collapsed_seeds(tmp_path):
         ("mamba2", 256, 0, 0.25, 0.125),
     ):  # fmt: skip
         config = train.plain(adaptive_decay.get_config(variant + ("_256" if length == 256 else "")))
-        config["seed"] = seed
+        config["seed"], config["train"]["steps"] = seed, 200
         folder = tmp_path / "runs" / f"{variant}{seed}"
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(config))
@@ -363,5 +363,30 @@ def test_report_tells_variants_lengths_and_collapsed_seeds(tmp_path):
     shutil.copytree(tmp_path / "runs" / "linear1", tmp_path / "runs" / "twin")
     with pytest.raises(ValueError, match="two runs are .*'linear', 128, 8, 1.*, one of them twin"):
         recall_report.read(tmp_path / "runs")
-    with pytest.raises(ValueError, match="no sub-folder is a run of associative recall"):
+    with pytest.raises(ValueError, match="no sub-folder is an ended run of associative recall"):
+        recall_report.read(tmp_path)
+
+
+def test_report_leaves_out_runs_that_go_on_and_refuses_several_sizes(tmp_path, capsys):
+    def write(name, config, *rows):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "config.json").write_text(json.dumps(train.plain(config)))
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    config = adaptive_decay.get_config("linear")
+    config.data.task.longer = (256, 512)
+    write("early", config, {"step": 50, "loss": 1.0})
+    write("half", config, {"step": 100, "test_accuracy": 0.5})
+    with pytest.raises(ValueError, match="no sub-folder is an ended run"):
+        recall_report.read(tmp_path)
+    assert "left out, not at their end (--resume): early, half" in capsys.readouterr().out
+    beyond = {"test_accuracy/256x8": 0.75, "test_accuracy/512x8": 0.25}
+    write("early", config, {"step": 100, "test_accuracy": 0.995} | beyond)  # stop_at
+    config.seed, config.data.task.longer = 1, ()
+    write("half", config, {"step": 5000, "test_accuracy": 0.5})
+    rows = recall_report.read(tmp_path)
+    assert [row["steps"] for row in rows] == [100, 5000]
+    assert recall_report.cell(rows, "longer") == "75.0 (0/1)"  # twice as long, where there are such rows
+    write("sizes", mqar.get_config("efla"), {"step": 100, "test_accuracy": 0.5})
+    with pytest.raises(ValueError, match=r"sizes has length=\[64, 128, 256, 256, 256\] .* report runs of one size"):
         recall_report.read(tmp_path)
