@@ -24,8 +24,8 @@ cuda: .venv/.installed-cuda ## adds what an NVIDIA GPU needs to .venv; quickstar
 test: .venv/.installed-test ## the tests, without the slow ones; ARGS='tests/test_house.py -k direction' runs some
 	$(PY) -m pytest -q -n 2 --dist loadfile $(ARGS)
 
-test-slow: .venv/.installed-test ## the slow tests
-	$(PY) -m pytest -q -m slow $(ARGS)
+test-slow: .venv/.installed-test ## the slow tests, of programs optimised as users have them
+	XLA_FLAGS= $(PY) -m pytest -q -m slow $(ARGS)
 
 test-newest: .venv-newest/.installed-test ## imports and identities against the newest jax that pyproject.toml allows
 	@$(NEWEST) -c "from importlib.metadata import version; print('jax', version('jax'))"
