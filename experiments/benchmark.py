@@ -269,18 +269,17 @@ def measure_decoding(position: int, names: list[str]) -> list[dict]:
     return [r | dict(us_per_token=1e6 * statistics.median(times[r["implementation"]]) / count) for r in rows]
 
 
-def lengths_of(flag: flags.FlagHolder) -> list[int]:
+def numbers(flag: flags.FlagHolder, least: int) -> list[int]:
     """The whole numbers of a list flag, in order."""
-    try:
-        return sorted(int(x) for x in flag.value)
-    except ValueError:
+    if not flag.value or not all(word.strip().isdecimal() and int(word) >= least for word in flag.value):
         given = f"--{flag.name}={','.join(flag.value)}"
-        raise app.UsageError(f"{given}: not whole numbers; write e.g. --{flag.name}=512,1024") from None
+        raise app.UsageError(f"{given}: not whole numbers from {least} on; write e.g. --{flag.name}=512,1024")
+    return sorted(map(int, flag.value))
 
 
 def by_length(names: list[str]) -> None:
     """The benchmark over --lengths."""
-    rows, lengths, out = [], lengths_of(LENGTHS), pathlib.Path(OUT.value)
+    rows, lengths, out = [], numbers(LENGTHS, 1), pathlib.Path(OUT.value)
     for length in lengths:
         fresh = measure(length, names)
         rows += fresh
@@ -302,7 +301,7 @@ def by_position() -> None:
     shown = {"position": "position", "implementation": "operator", "levels": "levels"}
     shown |= {"state_mib": "state MiB", "live_mib": "live MiB", "us_per_token": "microseconds per token"}
     rows: list[dict] = []
-    for position in lengths_of(POSITIONS):
+    for position in numbers(POSITIONS, 0):
         rows += measure_decoding(position, names)
         text = markdown(rows, shown, {"us_per_token": ".1f"})
         save(rows, "decode", text)
@@ -320,10 +319,15 @@ def main(argv: list[str]) -> None:
             raise app.UsageError(f"--implementations: {name!r} is not one of {KNOWN}")
     if flat and "flat" in names:
         raise app.UsageError(f"--implementations: 'flat' is {OP.value} itself; it stands beside {list(FLAT)} only")
-    if DECODE.value:
-        by_position()
-    else:
-        by_length(names)
+    for flag in (IMPLEMENTATIONS, LENGTHS) if DECODE.value else (POSITIONS, TOKENS):
+        if flag.present:
+            raise app.UsageError(f"--{flag.name} goes {'without --decode' if DECODE.value else 'with --decode only'}")
+    if HEADS.value % (KEY_HEADS.value or HEADS.value):
+        raise app.UsageError(f"--key_heads={KEY_HEADS.value} must divide --heads={HEADS.value}")
+    try:
+        by_position() if DECODE.value else by_length(names)
+    except NotImplementedError as reason:
+        raise app.UsageError(f"--implementations: {reason}") from None
 
 
 if __name__ == "__main__":

@@ -52,6 +52,16 @@ REFUSED = {
     ),
     "no such implementation": (["experiments.benchmark", "--implementations=chunky"], "'chunky' is not one of"),
     "flat beside itself": (["experiments.benchmark", "--implementations=flat"], "'flat' is delta_rule itself"),
+    "no tokens": (["experiments.benchmark", "--lengths=-4"], "--lengths=-4: not whole numbers from 1 on"),
+    "no length": (["experiments.benchmark", "--lengths="], "--lengths=: not whole numbers from 1 on"),
+    "no such position": (["experiments.benchmark", "--decode", "--positions=-5"], "--positions=-5: not whole numbers"),
+    "lengths of decoding": (["experiments.benchmark", "--decode", "--lengths=8"], "--lengths goes without --decode"),
+    "position without decoding": (["experiments.benchmark", "--positions=8"], "--positions goes with --decode only"),
+    "key heads": (["experiments.benchmark", "--key_heads=3"], "--key_heads=3 must divide --heads=4"),
+    "no kernel yet": (
+        ["experiments.benchmark", "--implementations=pallas", "--lengths=16"],
+        "no GPU kernel is built yet (see kernels/README.md)",
+    ),
     "whole section": ([*TRAIN, "--workdir=x", '--config.optim={"a": 1}'], "a section cannot be replaced"),
 }
 
