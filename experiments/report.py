@@ -162,6 +162,13 @@ def numbers(flag: flags.FlagHolder, count: int) -> list[int]:
 def sequences(dataset) -> dict[str, np.ndarray]:
     """The batch whose level weights are drawn: that of --text, of --tokens, or rows of held-out data."""
     given = TEXT.value is not None or TOKENS.value is not None
+    for flag in (SPLIT, BATCH, ROWS):
+        if flag.present and given:
+            raise ValueError(
+                f"--{flag.name}: of held-out data, but --text or --tokens takes its place; give one of them."
+            )
+    if not ROWS.value:
+        raise ValueError("--rows: empty; give at least one row.")
     if not given:
         batches = dataset.eval_batches(SPLIT.value or loop.HELD_OUT[dataset.kind])
         batch = next(itertools.islice(batches, BATCH.value, None), None)
@@ -214,6 +221,10 @@ def level_weights() -> None:
         raise ValueError(f"--layers: {unknown[0]!r} is not one of the log-linear layers {list(found)}.")
     found = {int(word): found[int(word)] for word in LAYERS.value} or found
     rows, time, heads, _ = next(iter(found.values())).shape
+    if any(weights.shape[2] != heads for weights in found.values()):
+        raise ValueError(
+            f"--layers: {list(found)} have different numbers of heads; draw those of one number at a time."
+        )
     chosen = numbers(HEAD_LIST, heads) or list(range(heads))
     if len(found) * rows * len(chosen) > MOST_PANELS:
         raise ValueError(

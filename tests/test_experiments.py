@@ -245,6 +245,8 @@ def test_level_weights_of_a_checkpoint(language_run, tmp_path):
     ({"layers": "0"}, r"--layers: '0' is not one of the log-linear layers \[1, 3\]"),
     ({"heads": "2"}, "--heads=2: give whole numbers from 0 to 1"),
     ({"rows": "9999"}, "--rows=9999: give whole numbers"),
+    ({"rows": ""}, "--rows: empty; give at least one row"),
+    ({"rows": "1", "text": "abc"}, "--rows: of held-out data, but --text or --tokens takes its place"),
     ({"tokens": "256"}, "--tokens=256: give whole numbers from 0 to 255"),
     ({"batch": "9999"}, "--batch=9999: the held-out data has fewer"),
     ({"checkpoint": "nowhere"}, "--checkpoint=nowhere: no config.json"),
@@ -272,6 +274,16 @@ def test_level_weights_of_a_classifier_and_of_none(tmp_path):
     level_run(config, tmp_path / "flat", 2)
     with pytest.raises(app.UsageError, match=r"none of its mixers \('efla',\) is log-linear"):
         reported("level_weights", checkpoint=str(tmp_path / "flat"), out=str(tmp_path / "d.png"))
+
+
+def test_level_weights_of_layers_with_different_heads(language_run, tmp_path, monkeypatch):
+    found = {0: np.ones((1, 5, 2, 3)), 4: np.ones((1, 5, 1, 3))}
+    monkeypatch.setattr(evaluate, "level_weights", lambda *_: found)
+    words = {"checkpoint": str(language_run[0]), "out": str(tmp_path / "e.png"), "text": "abcde"}
+    with pytest.raises(app.UsageError, match=r"--layers: \[0, 4\] have different numbers of heads"):
+        reported("level_weights", **words)
+    reported("level_weights", **words, layers="4")
+    assert "| 4 | 0 | 1.000 | 1.000 | 1.000 |" in (tmp_path / "e.md").read_text()
 
 
 def test_live_levels_count_the_tokens_of_documents():
