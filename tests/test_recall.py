@@ -8,6 +8,7 @@ import shutil
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -171,6 +172,17 @@ FAULTS = {
     "power": ({"power": 0.0}, "power=0.0 must be > 0"),
     "tests": ({"test_examples": 0}, "test_examples=0 must be >= 1"),
 }
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"longer": 256}, r"longer=256 must be a tuple of lengths, such as \(512,\)"),
+    ({"length": 64.0}, "length=64.0 must be whole numbers"),
+    ({"test_pairs": (4, "8")}, r"test_pairs=\(4, '8'\) must be whole numbers"),
+])  # fmt: skip
+def test_types_are_named_where_nothing_else_checks_them(monkeypatch, change, message):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(ValueError, match=message):
+        Recall(**change)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

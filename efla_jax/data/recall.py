@@ -70,6 +70,12 @@ class Recall:
     def __post_init__(self):
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout={self.layout!r} must be one of {', '.join(LAYOUTS)}")
+        if not isinstance(self.longer, tuple):
+            raise ValueError(f"longer={self.longer!r} must be a tuple of lengths, such as (512,); () for none")
+        for name in ("length", "pairs", "examples", "test_length", "test_pairs", "longer"):
+            value = getattr(self, name)
+            if not all(type(one) is int for one in (value if isinstance(value, tuple) else (value,))):
+                raise ValueError(f"{name}={value!r} must be whole numbers")
         for name, least in (("vocab_size", 4), ("test_examples", 1), ("passes", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be >= {least}")
