@@ -21,8 +21,6 @@ from efla_jax.sharding import AXES, make_mesh
 from tests.cases import packed_ids, recurrence_case
 from tests.oracle import TOLERANCE, assert_close, recurrence_and_gradients
 
-# Compilation is all of the time here; without LLVM's optimisations it takes two thirds of it.
-QUICKLY = {"xla_backend_optimization_level": 0}
 BATCH, TIME, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 4, 32, 3, 6, 8, 5
 SHAPE = dict(batch=BATCH, time=TIME, key_heads=KEY_HEADS, heads=HEADS, key_dim=KEY_DIM, value_dim=VALUE_DIM)
 NAMES = ("o", "state", "dq", "dk", "du", "derase", "dlog_decay", "dinitial_state")
@@ -47,7 +45,7 @@ def documents(time=TIME):
 
 def on_mesh(sizes, run):
     """`run`, jitted, under the mesh of these sizes (None: without one)."""
-    compiled = jax.jit(run, compiler_options=QUICKLY)
+    compiled = jax.jit(run)
 
     def call(*arguments):
         if sizes is None:
@@ -264,7 +262,7 @@ def test_scanned_rematerialised_and_donated():
     run = jax.value_and_grad(loss, argnums=(0, 1))
     expected = on_mesh(None, run)(weights, u)
     with jax.set_mesh(mesh_of((1, 2, 2, 2))):
-        donated = jax.jit(run, donate_argnums=(0, 1), compiler_options=QUICKLY)
+        donated = jax.jit(run, donate_argnums=(0, 1))
         value, gradients = donated(weights + 0, u + 0)
     assert_close((value, *gradients), (expected[0], *expected[1]), ("loss", "dweights", "du"), TOLERANCE["float32"])
 
@@ -283,7 +281,7 @@ def collectives(sizes, op, arguments, specs, packed=True):
     ids_at = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "context"))
     # Shardings of the results are left to XLA: it cannot want a collective that the operator has not asked for.
     places = tuple(where), ids_at if packed else None, None
-    jitted = jax.jit(with_gradients(op), in_shardings=places, compiler_options=QUICKLY)
+    jitted = jax.jit(with_gradients(op), in_shardings=places)
     with jax.set_mesh(mesh):
         text = jitted.lower(arguments, ids, cotangents).compile().as_text()
     return [
