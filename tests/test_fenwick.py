@@ -14,7 +14,7 @@ from efla_jax.ops.fenwick_chunked import seen_weights
 from efla_jax.sharding import AXES, make_mesh
 from tests.cases import SHAPE, packed_ids
 from tests.oracle import TOLERANCE, assert_close, fenwick_parallel, relative_rms
-from tests.test_log_linear import BEGINNING, LEVELS, POSITION, QUICKLY, case, compiled, live
+from tests.test_log_linear import BEGINNING, LEVELS, POSITION, case, compiled, live
 
 IMPLEMENTATIONS = ("recurrent", "chunked")
 
@@ -81,7 +81,7 @@ def forward(implementation, erases=True):
             return ops.log_linear_delta_rule(*a[:6], **options)
         return ops.log_linear_attention(*a[:3], *a[4:6], **options)
 
-    return jax.jit(run, compiler_options=QUICKLY)
+    return jax.jit(run)
 
 
 @pytest.mark.parametrize("cuts", ((1, 9, 9, 23), (16, 32), (7, 8, 15, 33)))
@@ -155,6 +155,17 @@ def test_padding_may_hold_anything_and_gets_no_gradient(implementation):
         assert np.isfinite(gradient).all() and not np.asarray(gradient)[pad].any()
 
 
+def test_a_document_does_not_see_what_another_spoils():
+    arguments, cotangents = case("random")
+    ids = np.repeat([[1, 2]], SHAPE["batch"], axis=0).repeat([7, SHAPE["time"] - 7], axis=1).astype(np.int32)
+    run, position = compiled("recurrent"), jnp.asarray(POSITION, jnp.int32)
+    spoilt = [x.at[:, 3].set(jnp.nan) for x in arguments[:6]]
+    (o, states), _ = run((*spoilt, arguments[6]), ids, position, cotangents)
+    (clean, _), _ = run(arguments, ids, position, cotangents)
+    assert np.isnan(o[:, 3:7]).all() and np.isfinite(states).all()
+    np.testing.assert_array_equal(o[:, 7:], clean[:, 7:])
+
+
 @pytest.mark.parametrize("prefix", (1, 63, 64, 65, 100, 127, 128, 129))
 def test_prefill_and_single_tokens_equal_the_whole(prefix):
     """The tree, then one token after the other across the next powers of two, as generation does."""
@@ -175,7 +186,7 @@ def prefilled(time):
         assert a[0].shape[1] == time
         return ops.log_linear_delta_rule(*a[:6], implementation="chunked")
 
-    return jax.jit(run, compiler_options=QUICKLY)
+    return jax.jit(run)
 
 
 @pytest.mark.parametrize("implementation", (*IMPLEMENTATIONS, "auto"))
@@ -211,7 +222,7 @@ def test_vmap_scan_and_remat_of_gradients():
 
     scale = jnp.asarray([1.0, 2.0])
 
-    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    @jax.jit
     def every(u):
         alone = jnp.stack([jax.grad(loss)(s * u) for s in scale])
         mapped = jax.vmap(lambda s: jax.grad(loss)(s * u))(scale)
@@ -309,7 +320,7 @@ def test_memory_of_the_gradient():
                 return ops.delta_rule(q, k, u, erase, decay, **options)[0].sum()
             return ops.log_linear_delta_rule(q, k, u, erase, decay, weights, **options)[0].sum()
 
-        program = jax.jit(jax.grad(loss, range(5 if flat else 6)), compiler_options=QUICKLY)
+        program = jax.jit(jax.grad(loss, range(5 if flat else 6)))
         return program.lower(key, key, value, gate, gate, weights).compile().memory_analysis().temp_size_in_bytes
 
     used = temporary(long)

@@ -18,7 +18,6 @@ from efla_jax.model import LanguageModel, SequenceClassifier
 from tests.oracle import relative_rms
 
 WIDTH, TIME, LEVELS = 16, 6, 5
-QUICKLY = {"xla_backend_optimization_level": 0}
 # One mixer of each kind that begins at an exact value, quick to compile.
 QUICK = {"num_heads": 2, "levels": LEVELS, "implementation": "recurrent"}
 BEGIN_EXACTLY = {
@@ -36,7 +35,7 @@ def initial_weights(module, *inputs):
         capture = {"capture_intermediates": lambda m, _: isinstance(m, LevelWeights), "mutable": True}
         return module.init_with_output(key, *inputs, **capture)[1]["intermediates"]
 
-    return jax.tree.leaves(jax.jit(run).lower(jax.random.key(0)).compile(QUICKLY)(jax.random.key(0)))
+    return jax.tree.leaves(jax.jit(run)(jax.random.key(0)))
 
 
 def filled(module, x, seed=3):
@@ -255,6 +254,12 @@ def test_signals_tell_of_real_tokens_and_have_gradients_where_all_weights_are_eq
     mean = (4 + 9.5414) / 5
     assert scalars["level_weight_mean"] == pytest.approx(mean, rel=1e-3)
     assert scalars["level_contrast_mean"] == pytest.approx(8 * (mean - 1) / 5 / mean, rel=1e-3)
+
+
+def test_a_cache_of_another_number_of_levels_is_refused():
+    x, few, more = inputs(4), *(mixer("log_linear_efla", levels=4, max_levels=slots) for slots in (4, 6))
+    with pytest.raises(ValueError, match="cache: its states have 4 levels, but this mixer has max_levels=6; begin"):
+        more.apply(filled(more, x), x, None, few.init_cache(x.shape[0]))
 
 
 def test_lengths_beyond_the_trained_levels_are_said_once():

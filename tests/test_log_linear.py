@@ -19,8 +19,6 @@ NAMES = ("o", "states", "dq", "dk", "du", "derase", "dlog_decay", "dlevel_weight
 LEVELS = 7
 POSITION = (13, 6)
 BEGINNING = (0, 0)
-# Compilation is most of the time here; without LLVM's optimisations it takes two thirds of it.
-QUICKLY = {"xla_backend_optimization_level": 0}
 # Implementation, position and tokens: 93 are five chunks of 16 in the tree, which no power of two divides, and 13 more.
 WAYS = (
     ("recurrent", POSITION, 37),
@@ -68,7 +66,7 @@ def compiled(implementation, chunk_size=16, erases=True, fresh=False):
             o, state = ops.log_linear_attention(q, k, u, decay, weights, **options)
         return o, state.states
 
-    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    @jax.jit
     def run(arguments, ids, position, cotangents):
         out, pull = jax.vjp(lambda *a: op(*a, ids, position), *arguments)
         return out, pull(cotangents)
