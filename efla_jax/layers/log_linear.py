@@ -63,6 +63,12 @@ class LogLinear(LevelOptions):
 
     def recurrence(self, x, q, k, u, erase, log_decay, state, segment_ids) -> tuple[jax.Array, FenwickState]:
         self.note_length(x.shape[1])
+        slots = self.level_counts()[1]
+        if state is not None and state.states.shape[2] != slots:
+            raise ValueError(
+                f"cache: its states have {state.states.shape[2]} levels, but this mixer has max_levels={slots}; begin"
+                " again from the tokens, or set max_levels to what the cache was made with."
+            )
         fields = {name: getattr(self, name) for name in LEVEL_FIELDS}
         weights = LevelWeights(**fields, name="level_weights")(x)
         read_level_weights(weights, segment_ids)

@@ -158,10 +158,11 @@ def fenwick_recurrent(f: Fenwick, _chunk_size: int) -> tuple[jax.Array, jax.Arra
     group = (batch, key_heads, x.u.shape[2] // key_heads)
     depth = meeting(f.position + 1, f.position, states.shape[2])
     depth = depth if f.real is None else jnp.where(f.real, depth, 0)
-    keep = jnp.exp(x.log_decay if x.starts is None else jnp.where(x.starts[..., None], -jnp.inf, x.log_decay))
 
     def step(states, token):
-        q, k, u, erase, keep, weights, depth = token
+        q, k, u, erase, keep, starts, weights, depth = token
+        if starts is not None:  # a select: what another document holds may be NaN
+            states = jnp.where(starts.reshape(-1, 1, 1, 1, 1, 1), 0.0, states)
         match = jnp.sum(q * k, -1)[..., None]
         seen = jnp.einsum("bgk,bgrlkv->bgrlv", q, states, precision=PRECISION)
         if erase is not None:
@@ -181,7 +182,8 @@ def fenwick_recurrent(f: Fenwick, _chunk_size: int) -> tuple[jax.Array, jax.Arra
         tokens(x.k, batch, *x.k.shape[2:]),
         tokens(x.u, *group, x.u.shape[3]),
         None if x.erase is None else tokens(x.erase, *group),
-        tokens(keep, *group),
+        tokens(jnp.exp(x.log_decay), *group),
+        None if x.starts is None else jnp.moveaxis(x.starts, 1, 0),
         tokens(f.level_weights, *group, f.level_weights.shape[3]),
         jnp.moveaxis(depth, 1, 0),
     )
