@@ -131,7 +131,7 @@ def fenwick_over_mesh(run, f: Fenwick) -> tuple[jax.Array, FenwickState]:
     return o, FenwickState(states, f.position[:, -1] + 1 if f.position.shape[1] else f.start)
 
 
-def meeting(t: jax.Array, s: jax.Array, levels: int) -> jax.Array:
+def meeting_slot(t: jax.Array, s: jax.Array, levels: int) -> jax.Array:
     """The slot of L = levels at which positions meet: what the query at t sees the token at s in, and what all slots
     below merge into when the next position is no longer s but t."""
     return jnp.minimum(fenwick_level(t, s), levels - 1)
@@ -156,7 +156,7 @@ def fenwick_recurrent(f: Fenwick, _chunk_size: int) -> tuple[jax.Array, jax.Arra
     x, states = f.x, states_of(f)
     batch, time, key_heads, _ = x.k.shape
     group = (batch, key_heads, x.u.shape[2] // key_heads)
-    depth = meeting(f.position + 1, f.position, states.shape[2])
+    depth = meeting_slot(f.position + 1, f.position, states.shape[2])
     depth = depth if f.real is None else jnp.where(f.real, depth, 0)
 
     def step(states, token):

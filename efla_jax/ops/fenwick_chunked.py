@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from efla_jax.ops.chunked import Chunks, chunks, cut, decays, join, unit_lower_inverse
-from efla_jax.ops.fenwick import Fenwick, fenwick_level, meeting, merge, states_of
+from efla_jax.ops.fenwick import Fenwick, fenwick_level, meeting_slot, merge, states_of
 from efla_jax.ops.fenwick_tree import Blocks, in_slots, times, tree, unstack
 from efla_jax.shapes import CHUNK_SIZES
 
@@ -115,7 +115,7 @@ def levels(position: jax.Array, start: jax.Array, count: int, size: int) -> Leve
 def seen_weights(weights: tuple[jax.Array, ...], t: jax.Array, start: jax.Array) -> jax.Array:
     """Weights [B, G, R, C, L] of the level at which the queries at t [B, C] see each slot of the states that the token
     at start [B] would read: slot l if t and start lie in one block of 2^l tokens, else the level where they meet."""
-    meet = meeting(t, start[:, None], len(weights))[:, None, None, :, None]
+    meet = meeting_slot(t, start[:, None], len(weights))[:, None, None, :, None]
     below = jnp.arange(len(weights)) < meet
     return jnp.where(below, at_level(weights, meet), jnp.stack(weights, -1))
 
@@ -129,8 +129,8 @@ def chunk(states: jax.Array, piece: tuple) -> tuple[jax.Array, jax.Array]:
     o = parts.o + times(dtype, "bgrclk,bgrlkv->bgrcv", query, states)
     if parts.erased is not None:
         states = states - times(dtype, "bgrij,bgrljv->bgrliv", parts.erased, states)
-    states = merge(parts.into[..., -1, None, None, None] * states, meeting(where.end, where.start, count))
-    goes = meeting(where.end[:, None], where.position, count)[:, None, None, None, :, None]
+    states = merge(parts.into[..., -1, None, None, None] * states, meeting_slot(where.end, where.start, count))
+    goes = meeting_slot(where.end[:, None], where.position, count)[:, None, None, None, :, None]
     write = jnp.where(goes == jnp.arange(count)[:, None, None], parts.write[..., None, :, :], 0.0)
     return states + times(dtype, "bgrlck,bgrcv->bgrlkv", write, u), o
 
@@ -150,7 +150,7 @@ def chunks_of(f: Fenwick, count: int, size: int) -> tuple[Chunks, tuple[jax.Arra
     return pieces._replace(q=pieces.q[..., None, :, :], k=pieces.k[..., None, :, :]), unstack(weights)
 
 
-def anywhere(f: Fenwick, states: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+def sweep(f: Fenwick, states: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     """Rows that begin at any position, packed or padded as they are."""
     number = -(-f.x.k.shape[1] // size)
     span = math.isqrt(number - 1) + 1
@@ -189,12 +189,12 @@ def fenwick_chunked(f: Fenwick, chunk_size: int) -> tuple[jax.Array, jax.Array]:
         return x.u, states_of(f)
     size = min(chunk_size, next((c for c in CHUNK_SIZES if c >= time), chunk_size))
     if f.states is not None or f.real is not None or time < size:
-        return anywhere(f, states_of(f), size)
+        return sweep(f, states_of(f), size)
     whole = time - time % size
     o, states = whole_chunks(part_of(f, slice(whole)), size)
     if whole == time:
         return o, states
-    rest, states = anywhere(part_of(f, slice(whole, None)), states, next(c for c in CHUNK_SIZES if c >= time - whole))
+    rest, states = sweep(part_of(f, slice(whole, None)), states, next(c for c in CHUNK_SIZES if c >= time - whole))
     return jnp.concatenate([o, rest], axis=1), states
 
 

@@ -76,7 +76,9 @@ def unstack(x: jax.Array) -> tuple[jax.Array, ...]:
 
 
 @functools.partial(jax.checkpoint, static_argnums=0)
-def met(dtype, state: jax.Array, into: jax.Array, query: jax.Array, weight: jax.Array, erased: jax.Array | None):
+def read_and_carry(
+    dtype, state: jax.Array, into: jax.Array, query: jax.Array, weight: jax.Array, erased: jax.Array | None
+):
     """What blocks read of the states before them (weight [B, G, R, M, n] of its level), and those states behind
     them."""
     scale, last = (weight * into)[..., None], into[..., -1, None, None]
@@ -101,15 +103,15 @@ def halves(x: jax.Array) -> list[jax.Array]:
     return [half.squeeze(4) for half in jnp.split(x.reshape(*x.shape[:3], -1, 2, *x.shape[4:]), 2, axis=4)]
 
 
-def two_by_two(x: jax.Array) -> jax.Array:
+def paired(x: jax.Array) -> jax.Array:
     """[B, G, R, M, n, ...] -> [B, G, R, M / 2, 2 n, ...]."""
     return x.reshape(*x.shape[:3], x.shape[3] // 2, -1, *x.shape[5:])
 
 
-def merged(dtype, x: Blocks) -> Blocks:
+def merge_pairs(dtype, x: Blocks) -> Blocks:
     """An even number of blocks, two by two."""
     n = x.into.shape[4]
-    o, into, query, weights = jax.tree.map(two_by_two, (x.o, x.into, x.query, x.weights))
+    o, into, query, weights = jax.tree.map(paired, (x.o, x.into, x.query, x.weights))
 
     def behind(right):  # nothing for the tokens of the left half
         return jnp.pad(right, [(0, 0)] * 4 + [(n, 0), (0, 0)])
@@ -117,7 +119,7 @@ def merged(dtype, x: Blocks) -> Blocks:
     (left, right), erased = halves(x.state), x.erased
     if erased is not None:
         first, erased = halves(erased)
-    seen, state = met(dtype, left, into[..., n:], query[:, :, :, :, n:], weights[0][..., n:], erased)
+    seen, state = read_and_carry(dtype, left, into[..., n:], query[:, :, :, :, n:], weights[0][..., n:], erased)
     if erased is not None:
         less, erased = erased_by_both(dtype, query[:, :, :, :, n:], first, erased)
         query = (query - behind(less)).astype(query.dtype)
@@ -134,14 +136,14 @@ def tree(dtype, x: Blocks) -> tuple[jax.Array, dict[int, jax.Array]]:
             odd.append((step, blocks_from(x, count - 1, count)))
             x = blocks_from(x, 0, count - 1)
         if count > 1:
-            x, step = merged(dtype, x), step + 1
+            x, step = merge_pairs(dtype, x), step + 1
     states: dict[int, jax.Array] = {}
     outputs = []
     for step, block in reversed(odd):
         o = block.o
         for other, state in states.items():
             weight = block.weights[min(other - step, len(block.weights) - 1)]
-            seen, states[other] = met(dtype, state, block.into, block.query, weight, block.erased)
+            seen, states[other] = read_and_carry(dtype, state, block.into, block.query, weight, block.erased)
             o += seen
         states[step] = block.state
         outputs.append(o.reshape(*shape[:3], -1, *shape[4:]))
