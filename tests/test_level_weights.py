@@ -283,6 +283,8 @@ def test_lengths_beyond_the_trained_levels_are_said_once():
     "options, message",
     [
         ({"levels": 1}, "levels: 1 is less than 2"),
+        ({"levels": 4.5}, "levels: 4.5 is not a whole number; write one that is at least 2"),
+        ({"max_levels": -1}, "max_levels: -1 is less than 0"),
         ({"level_kind": "mlp_softmx"}, "level_kind: 'mlp_softmx' is not one of .*Did you mean"),
         ({"level_kind": "mlp_softmax", "level_bias": True}, "level_bias: True, but level_kind='mlp_softmax'"),
         ({"level_hidden": -1}, "level_hidden: -1 is less than 0"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import numbers
 from collections.abc import Iterable, Mapping
 
 import jax.numpy as jnp
@@ -25,7 +26,9 @@ def check_choice(field: str, value: object, choices: Iterable[str]) -> None:
 
 
 def check_least(field: str, value: int, least: int) -> None:
-    """Raise ValueError unless value is at least `least`."""
+    """Raise ValueError unless value is a whole number of at least `least`."""
+    if not isinstance(value, numbers.Integral):
+        raise ValueError(f"{field}: {value!r} is not a whole number; write one that is at least {least}.")
     if value < least:
         raise ValueError(f"{field}: {value} is less than {least}.")
 

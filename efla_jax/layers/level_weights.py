@@ -47,7 +47,8 @@ class LevelOptions(nn.Module):
         check_least("levels", self.levels, 2)  # one level is the mixer without levels
         check_choice("level_kind", self.level_kind, KINDS)
         check_choice("untrained_levels", self.untrained_levels, RULES)
-        check_least("level_hidden", self.level_hidden, 0)
+        for field in ("level_hidden", "trained_levels", "max_levels"):
+            check_least(field, getattr(self, field), 0)
         if self.level_bias and self.level_kind != "linear":
             raise ValueError(
                 f"level_bias: True, but level_kind={self.level_kind!r} has its own biases; it belongs to 'linear'."
