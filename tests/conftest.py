@@ -24,6 +24,14 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     jax.config.update("jax_num_cpu_devices", 8)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_program_outlives_its_file():
+    """Every program that a CPU keeps takes several of the process's 65,530 memory maps; a worker that kept those of all
+    files ran out of them, which ends in an abort."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     """A folder of small text files, for tiny training runs."""
