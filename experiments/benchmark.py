@@ -311,13 +311,13 @@ def by_position() -> None:
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"stray argument {argv[1]!r}: flags are written --name=value")
-    flat = OP.value not in FLAT
-    names = IMPLEMENTATIONS.value or (["recurrent", "associative"] if flat else []) + ["chunked"]
-    names = names if IMPLEMENTATIONS.value else [*names, *([] if flat else ["flat"]), "softmax"]
+    leveled = OP.value in FLAT
+    default = ["chunked", "flat", "softmax"] if leveled else ["recurrent", "associative", "chunked", "softmax"]
+    names = IMPLEMENTATIONS.value or default
     for name in names:
         if name not in KNOWN:
             raise app.UsageError(f"--implementations: {name!r} is not one of {KNOWN}")
-    if flat and "flat" in names:
+    if not leveled and "flat" in names:
         raise app.UsageError(f"--implementations: 'flat' is {OP.value} itself; it stands beside {list(FLAT)} only")
     for flag in (IMPLEMENTATIONS, LENGTHS) if DECODE.value else (POSITIONS, TOKENS):
         if flag.present:
