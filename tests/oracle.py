@@ -119,7 +119,93 @@ def fenwick_parallel(q, k, u, erase, log_decay, weights, position=0):
     return ((np.tril(q @ k.T) @ solved) * decay * seen) @ u
 
 
-@functools.lru_cache(maxsize=2)
+def routed_row(q, k, u, erase, log_decay, keep, fade, state, start, decay, ids, position, size):
+    """One head of one row of a delta rule whose full chunks of `size` tokens are kept or rolled back: keep, fade [N],
+    entry n for the n-th chunk that fills up. state, start [K, V]: now and where the open chunk began; decay: the sum of
+    its log decays so far; the first token stands at `position`."""
+    empty = position % size == 0
+    start, decay = jnp.where(empty, state, start), jnp.where(empty, 0.0, decay)
+
+    def step(carry, token):
+        state, start, decay, position, last_id, full = carry
+        q, k, u, erase, log_decay, segment = token
+        real = segment != 0
+        begins = real & (last_id != 0) & (segment != last_id)
+        before, start_here, decay_here = (jnp.where(begins, 0.0, x) for x in (state, start, decay))
+        at = jnp.where(begins, 0, position) + 1
+        after = jnp.exp(log_decay) * (before - erase * jnp.outer(k, k @ before)) + jnp.outer(k, u)
+        o, decay_here = after.T @ q, decay_here + log_decay
+        closes = at % size == 0
+        entry = jnp.minimum(full, keep.shape[0] - 1)
+        rolled = jnp.exp(fade[entry] * decay_here) * start_here
+        after = jnp.where(closes, rolled + keep[entry] * (after - rolled), after)
+        start_here, decay_here = jnp.where(closes, after, start_here), jnp.where(closes, 0.0, decay_here)
+        changed = after, start_here, decay_here, at, segment, full + closes
+        kept = tuple(jnp.where(real, x, y) for x, y in zip(changed, carry, strict=True))
+        return kept, jnp.where(real, o, 0.0)
+
+    nothing = jnp.zeros((), ids.dtype)
+    carry, o = lax.scan(
+        step, (state, start, decay, position, nothing, nothing), (q, k, u, erase, log_decay, ids)
+    )
+    return o, *carry[:3]
+
+
+def routed(q, k, u, erase, log_decay, keep, fade, state, start, decay, ids, position, size):
+    """All rows and heads of a routed delta rule: (o, state, start, decay), in the library's layout; keep, fade
+    [B, N, H], decay [B, H]."""
+    repeats = u.shape[2] // k.shape[2]
+    q, k = (jnp.repeat(x, repeats, axis=2) for x in (q, k))
+    axes = (1, 1, 1, 1, 1, 1, 1, 0, 0, 0, None, None, None)
+    heads = jax.vmap(routed_row, in_axes=axes, out_axes=(1, 0, 0, 0))
+    rows = jax.vmap(heads, in_axes=(0,) * 12 + (None,))
+    return rows(q, k, u, erase, log_decay, keep, fade, state, start, decay, ids, position, size)
+
+
+def document_chunks(ids, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of ids [B, T], in numpy: the chunk of each token (-1 for padding; every chunk of a row has its own number), its
+    document, and the entry of `selected` for its chunk: how many chunks of the row filled up before, or -1 if the
+    chunk never does."""
+    chunk, document, entry = (np.full(ids.shape, -1) for _ in range(3))
+    for b, row in enumerate(ids):
+        number = full = doc = -1
+        held: list[int] = []
+        last = 0
+        for t in np.flatnonzero(row):
+            if row[t] != last:
+                doc, held, last = doc + 1, [], row[t]
+            if not held:
+                number += 1
+            held.append(t)
+            chunk[b, t], document[b, t] = number, doc
+            if len(held) == size:
+                full += 1
+                entry[b, held] = full
+                held = []
+    return chunk, document, entry
+
+
+def block_sparse(q, k, v, selected, chunk, document, entry):
+    """(o,): softmax attention in which selected [B, N, R], any real number, multiplies exp(score) of the keys of a full
+    chunk seen from later ones; own chunks count once, chunks that never fill up have no later ones."""
+    heads = q.shape[2]
+    k, v = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k, v))
+    weight = jnp.repeat(selected, heads // selected.shape[2], axis=2)
+    weight = jnp.take_along_axis(weight, jnp.maximum(entry, 0)[..., None], axis=1)  # [B, T, H] of the keys
+    time = jnp.arange(q.shape[1])
+    real = chunk >= 0
+    causal = (time[:, None] >= time) & (document[:, :, None] == document[:, None, :])
+    causal &= real[:, :, None] & real[:, None, :]
+    own = causal & (chunk[:, :, None] == chunk[:, None, :])
+    scores = jnp.einsum("bthk,bshk->bhts", q, k)
+    top = lax.stop_gradient(jnp.max(jnp.where(causal[:, None], scores, -jnp.inf), -1, keepdims=True))
+    scores = jnp.where(causal[:, None], scores - jnp.where(jnp.isfinite(top), top, 0.0), -jnp.inf)
+    mass = jnp.where(own[:, None], 1.0, jnp.moveaxis(weight, 1, 2)[:, :, None, :]) * jnp.exp(scores)
+    mass = mass / jnp.where(real[:, None, :, None], jnp.sum(mass, -1, keepdims=True), 1.0)
+    return (jnp.einsum("bhts,bshv->bthv", mass, v),)
+
+
+@functools.lru_cache(maxsize=4)
 def _compiled(truth):
     def run(arguments, integers, cotangents):
         out, pull = jax.vjp(lambda *a: truth(*a, *integers), *arguments)
@@ -147,3 +233,15 @@ def fenwick_and_gradients(arguments, ids, position, cotangents):
     """((o, states), gradients) in float64 as numpy; arguments (q, k, u, erase, log_decay, weights, states) all given,
     position [B] that of the states."""
     return _in_float64(fenwick, arguments, (ids, position), cotangents)
+
+
+def routed_and_gradients(arguments, ids, position, size, cotangents):
+    """((o, state, start, decay), gradients) in float64 as numpy; arguments (q, k, u, erase, log_decay, keep, fade,
+    state, start, decay) all given, position [B] that of the state."""
+    return _in_float64(routed, arguments, (ids, position, size), cotangents)
+
+
+def block_sparse_and_gradients(arguments, ids, size, cotangents):
+    """((o,), gradients) in float64 as numpy; arguments (q, k, v, selected)."""
+    ids = np.ones(arguments[0].shape[:2], np.int32) if ids is None else np.asarray(ids)
+    return _in_float64(block_sparse, arguments, document_chunks(ids, size), cotangents)

@@ -1,0 +1,193 @@
+"""The routed delta rule and block-sparse attention against the float64 oracle, whose masks are real numbers: values and
+every gradient, those of the masks too, for any kind of choice, from any position in a chunk, packed and padded."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from efla_jax import ops
+from efla_jax.ops.document_chunks import cells, document_chunks, most_cells
+from tests.cases import recurrence_case
+from tests.oracle import TOLERANCE, assert_close, relative_rms, routed_and_gradients
+from tests.oracle import document_chunks as sequential_chunks
+
+SIZE, TIME = 16, 93
+NAMES = ("o", "state", "start", "decay", "dq", "dk", "du", "derase", "dlog_decay", "dkeep", "dstate", "dstart", "ddecay")
+CHOICES = ("all", "none", "alternating", "single", "random", "real")
+BEGINNING, POSITION = (0, 0), (13, 32)
+# Documents that end before, at and behind the border of a chunk, begin inside one, and padding before, in and behind.
+LENGTHS = ((5, 33, 1, 16, 2, 36), (3, 1, 7, 48, 17, 15))
+
+
+def packed_ids() -> np.ndarray:
+    rng = np.random.default_rng(5)
+    ids = np.stack([np.repeat(np.arange(1, 7), lengths)[:TIME] for lengths in ((*x[:5], 99) for x in LENGTHS)])
+    ids[rng.random(ids.shape) < 0.1] = 0
+    ids[0, -2:] = ids[1, :3] = 0
+    return ids.astype(np.int32)
+
+
+IDS = packed_ids()
+
+
+def choice(name: str, shape, seed=2) -> np.ndarray:
+    """A mask [B, N, H], of which heads and rows differ where they can."""
+    rng = np.random.default_rng(seed)
+    chunk = np.arange(shape[1])[None, :, None] + np.zeros(shape)
+    return {
+        "all": np.ones(shape),
+        "none": np.zeros(shape),
+        "alternating": (chunk + np.arange(shape[2])) % 2,
+        "single": chunk == 2,
+        "random": rng.integers(0, 2, shape),
+        "real": rng.uniform(0.2, 1.5, shape),
+    }[name].astype(np.float32)
+
+
+def case(name="random", kept="random", fade=1.0, dtype=jnp.float32, time=TIME):
+    """(q, k, u, erase, log_decay, keep, fade, state, start, decay) and cotangents (o, state, start, decay)."""
+    (q, k, u, erase, decay, state), (d_o, d_state) = recurrence_case(name, dtype, time=time)
+    rng = np.random.default_rng(1)
+    keep = jnp.asarray(choice(kept, (2, -(-time // SIZE), u.shape[2])))
+    start, d_start = (jnp.asarray(rng.normal(size=state.shape), jnp.float32) for _ in range(2))
+    opened, d_opened = (jnp.asarray(-rng.random(state.shape[:2]), jnp.float32) for _ in range(2))
+    arguments = (q, k, u, erase, decay, keep, 0 * keep + fade, state, start, opened)
+    return arguments, (d_o, d_state, d_start, d_opened)
+
+
+@functools.cache
+def compiled(implementation, position, fades=False):
+    def op(q, k, u, erase, decay, keep, fade, state, start, opened, ids):
+        initial = ops.RoutedState(state, start, opened, jnp.asarray(position, jnp.int32))
+        both = jnp.stack([keep, fade], -1) if fades else keep
+        options = dict(initial_state=initial if any(position) else None, segment_ids=ids, chunk_size=SIZE)
+        o, after = ops.routed_delta_rule(q, k, u, erase, decay, both, implementation=implementation, **options)
+        return (o, *after[:3]), after.position
+
+    @jax.jit
+    def run(arguments, ids, cotangents):
+        out, pull, position = jax.vjp(lambda *a: op(*a, ids), *arguments, has_aux=True)
+        return out, pull(cotangents), position
+
+    return run
+
+
+def compare(implementation, arguments, ids, position, cotangents, tolerance=TOLERANCE["float32"], fades=False):
+    run = compiled(implementation, position, fades)
+    out, slopes, after = run(arguments, None if ids is None else jnp.asarray(ids), cotangents)
+    if not any(position):
+        arguments = (*arguments[:7], *(0 * x for x in arguments[7:]))
+    start = np.asarray(position, np.int32)
+    wanted, truth = routed_and_gradients(arguments, ids, start, SIZE, cotangents)
+    if fades:
+        assert not np.any(slopes[6])
+    slopes, truth = ((*x[:6], *x[7:]) for x in (slopes, truth))
+    if not any(position):
+        slopes, truth = slopes[:6], truth[:6]
+    assert_close((*out, *slopes), (*wanted, *truth), NAMES[: 4 + len(truth)], tolerance)
+    return out, slopes, after
+
+
+@pytest.mark.parametrize("ids", [None, IDS], ids=["every", "packed"])
+@pytest.mark.parametrize("position", [BEGINNING, POSITION], ids=["beginning", "position"])
+@pytest.mark.parametrize("implementation", ["recurrent", "chunked"])
+def test_delta_rule_equals_the_oracle(implementation, position, ids):
+    for kept in CHOICES:
+        compare(implementation, *(lambda a, c: (a, ids, position, c))(*case(kept=kept)))
+    for name in ("cosine 0.99", "strong decay", "forget", "mixed decay", "zero keys", "no decay"):
+        compare(implementation, *(lambda a, c: (a, ids, position, c))(*case(name)))
+
+
+@pytest.mark.parametrize("implementation", ["recurrent", "chunked"])
+def test_decay_over_dropped_chunks_may_be_skipped(implementation):
+    arguments, cotangents = case(fade=0.0)
+    compare(implementation, arguments, IDS, POSITION, cotangents, fades=True)
+
+
+@pytest.mark.parametrize("name", ["every", "packed"])
+def test_all_kept_is_the_delta_rule_and_none_kept_begins_every_chunk_anew(name):
+    (q, k, u, erase, decay, keep, *_), _ = case()
+    ids = None if name == "every" else jnp.asarray(IDS)
+    routed = jax.jit(lambda keep: ops.routed_delta_rule(q, k, u, erase, decay, keep, segment_ids=ids, chunk_size=SIZE))
+    o, state = routed(jnp.ones_like(keep))
+    plain, after = jax.jit(ops.delta_rule)(q, k, u, erase, decay, segment_ids=ids)
+    assert_close((o, state.state), (plain, after), ("o", "state"), TOLERANCE["float32"])
+    o, state = routed(jnp.zeros_like(keep))
+    chunk, _, _ = sequential_chunks(np.ones((2, TIME), int) if ids is None else IDS, SIZE)
+    alone, _ = jax.jit(ops.delta_rule)(q, k, u, erase, decay, segment_ids=jnp.asarray(chunk + 1))
+    assert_close((o,), (alone,), ("o",), TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("ids", [None, IDS], ids=["every", "packed"])
+def test_any_pieces_give_the_whole(ids):
+    """Pieces that end at, just before and just behind the borders of chunks, and heads that choose differently."""
+    (q, k, u, erase, decay, keep, *_), (d_o, *_) = case()
+    number = None if ids is None else jnp.asarray(ids)
+    chunks = document_chunks(2, TIME, SIZE, number)
+    entry = np.asarray(chunks.number)
+
+    def pieces(lengths, arguments):
+        state, outputs, start = None, [], 0
+        for length in lengths:
+            piece = slice(start, start + length)
+            some = [x[:, piece] for x in arguments[:5]]
+            mine = entry[:, start, None] + np.arange(-(-length // SIZE))
+            chosen = jnp.take_along_axis(arguments[5], jnp.minimum(mine, keep.shape[1] - 1)[..., None], axis=1)
+            o, state = ops.routed_delta_rule(
+                *some, chosen, initial_state=state, chunk_size=SIZE,
+                segment_ids=None if ids is None else number[:, piece],
+            )  # fmt: skip
+            outputs.append(o)
+            start += length
+            if ids is not None and start < TIME:  # as a mixer does, between documents
+                begun = np.array([last(ids[b, :start]) not in (0, first(ids[b, start:])) for b in range(2)])
+                state = jax.tree.map(lambda x: jnp.where(begun.reshape(-1, *[1] * (x.ndim - 1)), 0, x), state)
+        return jnp.concatenate(outputs, 1), state
+
+    def everything(lengths):
+        (o, state), pull = jax.vjp(lambda *a: pieces(lengths, a), q, k, u, erase, decay, keep)
+        zero = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0) if x.dtype == jnp.int32 else x, state)
+        return (o, *state, *pull((d_o, zero)))
+
+    whole = jax.jit(functools.partial(everything, (TIME,)))()
+    split = jax.jit(functools.partial(everything, (17, 15, 61)))()
+    assert_close(split, whole, [str(i) for i in range(len(whole))], TOLERANCE["float32"])
+
+
+def last(ids):
+    return next((i for i in ids[::-1] if i), 0)
+
+
+def first(ids):
+    return next((i for i in ids if i), last(ids))
+
+
+def test_a_choice_shows_in_later_chunks_only():
+    (q, k, u, erase, decay, keep, *_), _ = case()
+    run = jax.jit(lambda keep: ops.routed_delta_rule(q, k, u, erase, decay, keep, chunk_size=SIZE)[0])
+    o, flipped = run(keep), run(keep.at[:, 2].set(1 - keep[:, 2]))
+    np.testing.assert_array_equal(o[:, : 3 * SIZE], flipped[:, : 3 * SIZE])
+    assert relative_rms(flipped[:, 3 * SIZE :], o[:, 3 * SIZE :]) > 1e-2
+
+
+def test_each_full_chunk_has_a_cell_of_its_own():
+    """Documents of every awkward length, in as many cells as were promised."""
+    rng = np.random.default_rng(0)
+    size, time = 4, 40
+    kinds = ((1, 2, 3, 4, 5, 9), (5,), (3,), (7, 1), (4,), (100,))
+    ids = np.stack([np.repeat(np.arange(time), rng.choice(kinds[b % 6], time))[:time] + 1 for b in range(60)])
+    ids = np.where(rng.random(ids.shape) < 0.2 * (np.arange(60) % 4 == 0)[:, None], 0, ids)
+    chunks = document_chunks(60, time, size, jnp.asarray(ids))
+    chunk, document, entry = sequential_chunks(ids, size)
+    np.testing.assert_array_equal(np.where(chunks.full, chunks.number, -1), entry)
+    count = most_cells(time, size, packed=True)
+    found = jax.tree.map(np.asarray, cells(chunks, size, count))
+    assert found.slot.max() < count * size and entry.max() < -(-time // size)
+    for b in range(60):
+        real = np.flatnonzero(ids[b])
+        assert (np.diff(found.slot[b, real]) > 0).all() and (found.slot[b, ids[b] == 0] == -1).all()
+        np.testing.assert_array_equal(found.source[b, found.slot[b, real]], real)
+        np.testing.assert_array_equal(found.entry[b, found.slot[b, real] // size], entry[b, real])
