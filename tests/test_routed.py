@@ -2,6 +2,7 @@
 every gradient, those of the masks too, for any kind of choice, from any position in a chunk, packed and padded."""
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,12 @@ import pytest
 from efla_jax import ops
 from efla_jax.ops.document_chunks import cells, document_chunks, most_cells
 from tests.cases import recurrence_case
-from tests.oracle import TOLERANCE, assert_close, relative_rms, routed_and_gradients
+from tests.oracle import TOLERANCE, assert_close, block_sparse_and_gradients, relative_rms, routed_and_gradients
 from tests.oracle import document_chunks as sequential_chunks
 
 SIZE, TIME = 16, 93
-NAMES = ("o", "state", "start", "decay", "dq", "dk", "du", "derase", "dlog_decay", "dkeep", "dstate", "dstart", "ddecay")
+NAMES = ("o", "state", "start", "decay")
+NAMES += ("dq", "dk", "du", "derase", "dlog_decay", "dkeep", "dstate", "dstart", "ddecay")
 CHOICES = ("all", "none", "alternating", "single", "random", "real")
 BEGINNING, POSITION = (0, 0), (13, 32)
 # Documents that end before, at and behind the border of a chunk, begin inside one, and padding before, in and behind.
@@ -144,7 +146,7 @@ def test_any_pieces_give_the_whole(ids):
             start += length
             if ids is not None and start < TIME:  # as a mixer does, between documents
                 begun = np.array([last(ids[b, :start]) not in (0, first(ids[b, start:])) for b in range(2)])
-                state = jax.tree.map(lambda x: jnp.where(begun.reshape(-1, *[1] * (x.ndim - 1)), 0, x), state)
+                state = type(state)(*(jnp.where(begun.reshape(-1, *[1] * (x.ndim - 1)), 0, x) for x in state))
         return jnp.concatenate(outputs, 1), state
 
     def everything(lengths):
@@ -191,3 +193,75 @@ def test_each_full_chunk_has_a_cell_of_its_own():
         assert (np.diff(found.slot[b, real]) > 0).all() and (found.slot[b, ids[b] == 0] == -1).all()
         np.testing.assert_array_equal(found.source[b, found.slot[b, real]], real)
         np.testing.assert_array_equal(found.entry[b, found.slot[b, real] // size], entry[b, real])
+
+
+ATTENTION = ("o", "dq", "dk", "dv", "dselected")
+
+
+def attention_case(chosen="random", heads=(6, 3, 2), dtype=jnp.float32, time=TIME, scale=1.0):
+    """(q, k, v, selected) and the cotangent of o; heads of queries, of keys and of routing."""
+    rng = np.random.default_rng(3)
+    sizes = (heads[0], 8), (heads[1], 8), (heads[1], 5)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, time, *size)), dtype) for size in sizes)
+    selected = jnp.asarray(choice(chosen, (2, -(-time // SIZE), heads[2])))
+    return (scale * q, k, v, selected), jnp.asarray(rng.normal(size=(2, time, heads[0], 5)), dtype)
+
+
+@functools.cache
+def attention(counterfactual=False, tile=None):
+    """A jitted (arguments, ids, cotangent) -> (o, gradients); the tile only tells programs apart."""
+
+    @jax.jit
+    def run(arguments, ids, cotangent):
+        def op(*a):
+            options = dict(segment_ids=ids, chunk_size=SIZE, counterfactual=counterfactual)
+            return ops.block_sparse_attention(*a, **options)[0]
+
+        o, pull = jax.vjp(op, *arguments)
+        return o, *pull(cotangent)
+
+    return run
+
+
+def compare_attention(arguments, ids, cotangent, counterfactual=False, tile=None, tolerance=TOLERANCE["float32"]):
+    got = attention(counterfactual, tile)(arguments, None if ids is None else jnp.asarray(ids), cotangent)
+    (o,), slopes = block_sparse_and_gradients(arguments, ids, SIZE, (cotangent,))
+    if not counterfactual:
+        slopes = *slopes[:3], slopes[3] * np.asarray(arguments[3])
+    assert_close(got, (o, *slopes), ATTENTION, tolerance)
+    return got
+
+
+@pytest.fixture(params=[(256, 512), (32, 64), (16, 16)], ids=["one tile", "blocks", "cells"])
+def tile(request, monkeypatch):
+    for name, slots in zip(("QUERIES", "KEYS"), request.param, strict=True):
+        monkeypatch.setattr(sys.modules["efla_jax.ops.block_sparse_attention"], name, slots)
+    return request.param
+
+
+@pytest.mark.parametrize("ids", [None, IDS], ids=["every", "packed"])
+def test_attention_equals_the_oracle(tile, ids):
+    for chosen in CHOICES[:-1]:
+        arguments, cotangent = attention_case(chosen)
+        compare_attention(arguments, ids, cotangent, tile=tile)
+
+
+@pytest.mark.parametrize("ids", [None, IDS], ids=["every", "packed"])
+def test_masks_of_zero_have_a_gradient_where_asked_for(ids, monkeypatch):
+    for name, slots in (("QUERIES", 32), ("KEYS", 32)):
+        monkeypatch.setattr(sys.modules["efla_jax.ops.block_sparse_attention"], name, slots)
+    for chosen in ("random", "none"):
+        arguments, cotangent = attention_case(chosen)
+        *_, slope = compare_attention(arguments, ids, cotangent, counterfactual=True, tile=(32, 32))
+        assert np.any(np.asarray(slope)[np.asarray(arguments[3]) == 0])
+
+
+@pytest.mark.parametrize("ids", [None, IDS], ids=["every", "packed"])
+def test_all_selected_is_full_attention(ids):
+    (q, k, v, selected), _ = attention_case("all")
+    segment_ids = None if ids is None else jnp.asarray(ids)
+    o, _ = jax.jit(functools.partial(ops.block_sparse_attention, segment_ids=segment_ids, chunk_size=SIZE))(
+        q, k, v, selected
+    )
+    full, _ = jax.jit(functools.partial(ops.softmax_attention, segment_ids=segment_ids))(q, k, v)
+    assert_close((o,), (full,), ("o",), TOLERANCE["float32"])

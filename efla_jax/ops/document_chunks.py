@@ -1,5 +1,5 @@
-"""Chunks that are counted from each document's first real token: which token fills one up, what number it has, and how a
-row is laid out so that each of them has a cell of its own.
+"""Chunks counted from each document's first real token: which token fills one up, what number it has, and how a row is
+laid out so that each of them has a cell of its own.
 
 Only full chunks matter to a router: nothing that follows in its document looks back at a chunk that never fills up. The
 full chunks of a row are numbered in order, by the token that fills them; T tokens fill at most ceil(T / C) of them,
@@ -106,8 +106,8 @@ def cells(chunks: DocumentChunks, size: int, count: int) -> Cells:
 def carried(
     x: Shaped[Array, "B I *rest"], source: Int[Array, "B O"], target: Int[Array, "B I"]
 ) -> Shaped[Array, "B O *rest"]:
-    """x[b, source[b, o]], zero where source is -1; target is where each of x goes (-1: nowhere), so that the gradient is
-    a gather too."""
+    """x[b, source[b, o]], zero where source is -1; target is where each of x goes (-1: nowhere), so that the gradient
+    is a gather too."""
     wide = source.reshape(source.shape + (1,) * (x.ndim - 2))
     return jnp.where(wide >= 0, jnp.take_along_axis(x, jnp.maximum(wide, 0), axis=1), jnp.zeros((), x.dtype))
 
