@@ -265,3 +265,62 @@ def test_all_selected_is_full_attention(ids):
     )
     full, _ = jax.jit(functools.partial(ops.softmax_attention, segment_ids=segment_ids))(q, k, v)
     assert_close((o,), (full,), ("o",), TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("heads", [(6, 2, 3), (4, 1, 4)], ids=str)
+def test_heads_of_queries_keys_and_routing_share_as_they_like(heads):
+    arguments, cotangent = attention_case(heads=heads)
+    compare_attention(arguments, IDS, cotangent, tile=(256, 512))
+
+
+def test_a_selection_shows_in_later_chunks_only(monkeypatch):
+    for name, slots in (("QUERIES", 64), ("KEYS", 32)):
+        monkeypatch.setattr(sys.modules["efla_jax.ops.block_sparse_attention"], name, slots)
+    (q, k, v, selected), _ = attention_case("alternating")
+    run = jax.jit(lambda selected: ops.block_sparse_attention(q, k, v, selected, chunk_size=SIZE)[0])
+    o, flipped = run(selected), run(selected.at[:, 2].set(1 - selected[:, 2]))
+    np.testing.assert_array_equal(o[:, : 3 * SIZE], flipped[:, : 3 * SIZE])
+    assert relative_rms(flipped[:, 3 * SIZE :], o[:, 3 * SIZE :]) > 1e-2
+
+
+@pytest.mark.parametrize("implementation", ["recurrent", "chunked"])
+def test_bfloat16_delta_rule(implementation):
+    arguments, cotangents = case(dtype=jnp.bfloat16)
+    _, slopes, _ = compare(implementation, arguments, IDS, POSITION, cotangents, TOLERANCE["bfloat16"])
+    assert slopes[0].dtype == jnp.bfloat16 and slopes[5].dtype == jnp.float32
+
+
+def test_bfloat16_attention():
+    arguments, cotangent = attention_case(dtype=jnp.bfloat16)
+    got = compare_attention(arguments, IDS, cotangent, tolerance=TOLERANCE["bfloat16"])
+    assert got[0].dtype == jnp.bfloat16 and got[-1].dtype == jnp.float32
+
+
+def test_padding_is_invisible_whatever_stands_there():
+    """The same documents alone give the same, and what stands at padding reaches nothing."""
+    real = (IDS != 0)[..., None, None]
+    (q, k, v, selected), cotangent = attention_case()
+    spoilt = [jnp.where(real, x, jnp.nan) for x in (q, k, v)]
+    clean, got = (attention()((*x, selected), jnp.asarray(IDS), cotangent) for x in ((q, k, v), spoilt))
+    for x, y in zip(clean, got, strict=True):
+        np.testing.assert_array_equal(x, y)
+    for x in got[:4]:
+        assert not np.any(np.asarray(x)[IDS == 0])
+    arguments, cotangents = case()
+    spoilt = [jnp.where(real if x.ndim == 4 else real[..., 0], x, jnp.nan) for x in arguments[:5]]
+    run = compiled("chunked", BEGINNING)
+    clean = run(arguments, jnp.asarray(IDS), cotangents)
+    got = run((*spoilt, *arguments[5:]), jnp.asarray(IDS), cotangents)
+    jax.tree.map(np.testing.assert_array_equal, clean, got)
+
+
+def test_memory_of_the_gradient_grows_with_time_not_with_its_square():
+    def temporary(time):
+        shapes = (1, time, 4, 8), (1, time, 2, 8), (1, time, 2, 8), (1, time // 64, 2)
+        given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        loss = jax.grad(lambda *a: ops.block_sparse_attention(*a)[0].sum(), (0, 1, 2, 3))
+        return jax.jit(loss).lower(*given).compile().memory_analysis().temp_size_in_bytes
+
+    short, long = temporary(2048), temporary(8192)
+    assert long < 4.5 * short
+    assert long < 4 * 4 * 8192 * 8192 / 8
