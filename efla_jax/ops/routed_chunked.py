@@ -13,7 +13,7 @@ are meant, and the decays' own part is in_C <S, D> for all m.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,15 +27,14 @@ from efla_jax.ops.routed_recurrent import Routed, open_chunk
 
 class Borders(NamedTuple):
     """What happens at the ends of cells, float32: keep [M, B, H]; extra [M, B, H] (x above) or None; first [B, H, K, V]
-    (F of the first cell) or None; and of which cell the state at its start is wanted, anchor [B] int32 up to M."""
+    (F of the first cell) or None."""
 
     keep: jax.Array
     extra: jax.Array | None
     first: jax.Array | None
-    anchor: jax.Array
 
 
-def grouped(x: Recurrence, array: jax.Array | None, axis: int) -> jax.Array | None:
+def grouped(x: Recurrence, array: Any, axis: int) -> Any:
     """The axis of heads H split into those of keys and those that read the same: G, R."""
     if array is None:
         return None
@@ -46,10 +45,11 @@ def wide(array: jax.Array) -> jax.Array:
     return array[..., None, None]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def solve(x: Recurrence, b: Borders, size: int):
-    """(o [B, T, H, V] in the dtype of u, final state and the anchor's, [B, H, K, V]); T is whole cells."""
-    return _forward(x, b, size)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def solve(x: Recurrence, b: Borders, anchor: jax.Array, size: int):
+    """(o [B, T, H, V] in the dtype of u; the final state and that at the start of cell anchor [B] <= M, [B, H, K, V]);
+    T is whole cells."""
+    return _forward(x, b, anchor, size)[0]
 
 
 def _pieces(x: Recurrence, b: Borders, size: int):
@@ -57,7 +57,7 @@ def _pieces(x: Recurrence, b: Borders, size: int):
     return pieces, inner(pieces), grouped(x, b.keep, 2), grouped(x, b.extra, 2)
 
 
-def _forward(x: Recurrence, b: Borders, size: int):
+def _forward(x: Recurrence, b: Borders, anchor: jax.Array, size: int):
     pieces, parts, keep, extra = _pieces(x, b, size)
     first = grouped(x, b.first, 1)
     count = keep.shape[0]
@@ -78,10 +78,10 @@ def _forward(x: Recurrence, b: Borders, size: int):
     final, (starts, w) = lax.scan(step, initial, xs, unroll=steps_together())
     read = product("...gck,...grkv->...grcv", pieces.q, starts.astype(pieces.q.dtype))
     o = parts.decay.into[..., None] * read + product("...ij,...jv->...iv", parts.scores, w)
-    there = starts[jnp.minimum(b.anchor, count - 1), jnp.arange(b.anchor.shape[0])]
-    anchor = jnp.where(at(b.anchor, count), final, there)
+    there = starts[jnp.minimum(anchor, count - 1), jnp.arange(anchor.shape[0])]
+    there = jnp.where(at(anchor, count), final, there)
     shape = x.initial_state.shape
-    return (join(o, x.u), final.reshape(shape), anchor.reshape(shape)), (x, b, starts)
+    return (join(o, x.u), final.reshape(shape), there.reshape(shape)), (x, b, anchor, starts)
 
 
 def at(anchor: jax.Array, index: jax.Array | int) -> jax.Array:
@@ -89,7 +89,7 @@ def at(anchor: jax.Array, index: jax.Array | int) -> jax.Array:
 
 
 def _backward(size: int, saved, cotangents):
-    x, b, starts = saved
+    x, b, anchor, starts = saved
     pieces, parts, keep, extra = _pieces(x, b, size)
     dtype, count = pieces.u.dtype, keep.shape[0]
     d_o = cut(cotangents[0], count, size, *starts.shape[2:4]).astype(dtype)
@@ -106,27 +106,23 @@ def _backward(size: int, saved, cotangents):
         before -= product("...gck,...grcv->...grkv", k, (erase[..., None] * into * d_u).astype(dtype))
         if extra is not None:
             before += wide(extra) * d_state
-        before += jnp.where(at(b.anchor, index), d_anchor, 0.0)
+        before += jnp.where(at(anchor, index), d_anchor, 0.0)
         return before, (d_state, d_u.astype(dtype), jnp.sum(left * w, (-1, -2)))
 
     xs = (jnp.arange(count), pieces.q, pieces.k, pieces.erase, parts.decay, parts.inverse, parts.scores, d_o, w)
-    d_final += jnp.where(at(b.anchor, count), d_anchor, 0.0)
+    d_final += jnp.where(at(anchor, count), d_anchor, 0.0)
     d_initial, (d_ends, d_u, d_keep) = lax.scan(
         step, d_final, (*xs, keep, extra), reverse=True, unroll=steps_together()
     )
     d_q, d_k, d_u, d_erase, d_decay = gradients(pieces, parts, starts, w, d_o, wide(keep) * d_ends, d_u)
     aligned = jnp.sum(starts * d_ends, (-1, -2))
     d_decay += ((1 - keep) * parts.decay.into[..., -1] * aligned)[..., None]
-    d_x = Recurrence(
-        *(join(d, like) for d, like in ((d_q, x.q), (d_k, x.k), (d_u, x.u))),
-        join(d_erase[..., None], x.erase),
-        join(d_decay[..., None], x.log_decay),
-        d_initial.reshape(x.initial_state.shape),
-        None,
-    )
+    d_erase, d_decay = join(d_erase[..., None], x.erase), join(d_decay[..., None], x.log_decay)
+    d_initial = d_initial.reshape(x.initial_state.shape)
+    d_x = Recurrence(join(d_q, x.q), join(d_k, x.k), join(d_u, x.u), d_erase, d_decay, d_initial, None)
     d_extra = None if extra is None else aligned.reshape(b.keep.shape)
     d_first = None if b.first is None else d_ends[0].reshape(b.first.shape)
-    return d_x, Borders(d_keep.reshape(b.keep.shape), d_extra, d_first, None)
+    return d_x, Borders(d_keep.reshape(b.keep.shape), d_extra, d_first), None
 
 
 solve.defvjp(_forward, _backward)
@@ -168,9 +164,12 @@ def at_borders(r: Routed, x: Recurrence, entry: jax.Array, size: int) -> Borders
             start, opened = open_chunk(r)
             rolled = wide(jnp.exp(fade[:, 0] * opened)) * start - x.initial_state
             first = wide((1 - keep[:, 0]) * reach(fade * sums)[:, 0]) * rolled
-    # The cell after the last full chunk's, M if that is the last; without one it is never asked for.
-    anchor = 1 + jnp.max(jnp.where(entry >= 0, jnp.arange(entry.shape[1]), -1), axis=1)
-    return Borders(jnp.moveaxis(keep, 1, 0), extra, first, anchor.astype(jnp.int32))
+    return Borders(jnp.moveaxis(keep, 1, 0), extra, first)
+
+
+def behind(entry: jax.Array) -> jax.Array:
+    """[B]: the cell after the last full chunk's; the first without one."""
+    return 1 + jnp.max(jnp.where(entry >= 0, jnp.arange(entry.shape[1]), -1), axis=1)
 
 
 def left_open(r: Routed, anchor: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -198,12 +197,12 @@ def routed_chunked(r: Routed, size: int) -> tuple[jax.Array, jax.Array, jax.Arra
     if r.start is None and x.starts is None:  # chunks stand where they are
         count = -(-time // size)
         fill = ((0, 0), (0, count * size - time))
-        whole = (jnp.pad(a, fill + ((0, 0),) * (a.ndim - 2)) for a in (x.q, x.k, x.u, x.erase, x.log_decay))
-        laid = Recurrence(*whole, x.initial_state, None)
+        tokens = {name: a for name, a in x._asdict().items() if a is not None and name != "initial_state"}
+        laid = x._replace(**{name: jnp.pad(a, fill + ((0, 0),) * (a.ndim - 2)) for name, a in tokens.items()})
         entry = jnp.broadcast_to(jnp.where(jnp.arange(count) < time // size, jnp.arange(count), -1), (batch, count))
-        o, state, anchor = solve(laid, at_borders(r, laid, entry, size), size)
+        o, state, anchor = solve(laid, at_borders(r, laid, entry, size), behind(entry), size)
         return o[:, :time], state, *left_open(r, anchor)
     found = cells(r.chunks, size, most_cells(time, size, x.starts is not None))
     laid = in_cells(x, found)
-    o, state, anchor = solve(laid, at_borders(r, laid, found.entry, size), size)
+    o, state, anchor = solve(laid, at_borders(r, laid, found.entry, size), behind(found.entry), size)
     return carried(o, found.slot, found.source), state, *left_open(r, anchor)

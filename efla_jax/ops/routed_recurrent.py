@@ -51,38 +51,37 @@ class Routed(NamedTuple):
 
 def routed(q, k, u, erase, log_decay, keep, initial_state, segment_ids, size: int) -> Routed:
     """Check every argument (ValueError) and return the clean form."""
-    given = RoutedState(None, None, None, None) if initial_state is None else initial_state
+    state, start, opened, position = (None,) * 4 if initial_state is None else initial_state
     both = keep.ndim == 4
     sizes = check_shapes(
         {
             "u": (u, "BTHV"),
             "k": (k, "BTGK"),
             "keep": (keep[..., 0] if both else keep, "BNH"),
-            "initial_state.start": (given.start, "BHKV"),
-            "initial_state.log_decay": (given.log_decay, "BH"),
-            "initial_state.position": (given.position, "B"),
+            "initial_state.start": (start, "BHKV"),
+            "initial_state.log_decay": (opened, "BH"),
+            "initial_state.position": (position, "B"),
         }
     )
-    check_floating({"keep": keep, "initial_state.start": given.start, "initial_state.log_decay": given.log_decay})
+    check_floating({"keep": keep, "initial_state.start": start, "initial_state.log_decay": opened})
     batch, time = sizes["B"], sizes["T"]
     if sizes["N"] != -(-time // size) or both and keep.shape[3] != 2:
         raise ValueError(
             f"keep: shape {keep.shape} is not [B, N, H] or [B, N, H, 2] with N = {-(-time // size)}: T={time} tokens"
             f" fill at most ceil(T / chunk_size) chunks of {size}. Give one entry for each, used or not."
         )
-    position = given.position
     if position is not None and not jnp.issubdtype(position.dtype, jnp.integer):
         raise ValueError(f"initial_state.position: dtype {position.dtype} is not an integer type; use int32.")
-    x = recurrence(q, k, u, erase, log_decay, given.state, segment_ids)
+    x = recurrence(q, k, u, erase, log_decay, state, segment_ids)
     keep = keep.astype(jnp.float32)
     keep, fade = (keep[..., 0], lax.stop_gradient(keep[..., 1])) if both else (keep, None)
-    if position is None:
+    if position is None or start is None or opened is None:
         return Routed(x, keep, fade, None, None, document_chunks(batch, time, size, segment_ids))
     position = position.astype(jnp.int32)
     empty = position % size == 0
-    start = jnp.where(empty[:, None, None, None], x.initial_state, given.start.astype(jnp.float32))
-    decay = jnp.where(empty[:, None], 0.0, given.log_decay.astype(jnp.float32))
-    return Routed(x, keep, fade, start, decay, document_chunks(batch, time, size, segment_ids, position))
+    start = jnp.where(empty[:, None, None, None], x.initial_state, start.astype(jnp.float32))
+    opened = jnp.where(empty[:, None], 0.0, opened.astype(jnp.float32))
+    return Routed(x, keep, fade, start, opened, document_chunks(batch, time, size, segment_ids, position))
 
 
 def open_chunk(r: Routed) -> tuple[jax.Array, jax.Array]:
