@@ -145,9 +145,7 @@ def routed_row(q, k, u, erase, log_decay, keep, fade, state, start, decay, ids, 
         return kept, jnp.where(real, o, 0.0)
 
     nothing = jnp.zeros((), ids.dtype)
-    carry, o = lax.scan(
-        step, (state, start, decay, position, nothing, nothing), (q, k, u, erase, log_decay, ids)
-    )
+    carry, o = lax.scan(step, (state, start, decay, position, nothing, nothing), (q, k, u, erase, log_decay, ids))
     return o, *carry[:3]
 
 

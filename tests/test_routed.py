@@ -6,15 +6,19 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
 from efla_jax import ops
-from efla_jax.ops.document_chunks import cells, document_chunks, most_cells
+from efla_jax.ops.document_chunks import cells, chunk_sums, document_chunks, most_cells, still_open
+from efla_jax.sharding import AXES, make_mesh
 from tests.cases import recurrence_case
 from tests.oracle import TOLERANCE, assert_close, block_sparse_and_gradients, relative_rms, routed_and_gradients
 from tests.oracle import document_chunks as sequential_chunks
 
+# Compilation is most of the time here; without LLVM's optimisations it takes two thirds of it.
+QUICKLY = {"xla_backend_optimization_level": 0}
 SIZE, TIME = 16, 93
 NAMES = ("o", "state", "start", "decay")
 NAMES += ("dq", "dk", "du", "derase", "dlog_decay", "dkeep", "dstate", "dstart", "ddecay")
@@ -61,7 +65,9 @@ def case(name="random", kept="random", fade=1.0, dtype=jnp.float32, time=TIME):
 
 
 @functools.cache
-def compiled(implementation, position, fades=False):
+def compiled(implementation, position, fades=False, sizes=None):
+    """A jitted (arguments, ids, cotangents) -> (results, gradients, position); sizes of a mesh tell programs apart."""
+
     def op(q, k, u, erase, decay, keep, fade, state, start, opened, ids):
         initial = ops.RoutedState(state, start, opened, jnp.asarray(position, jnp.int32))
         both = jnp.stack([keep, fade], -1) if fades else keep
@@ -69,7 +75,7 @@ def compiled(implementation, position, fades=False):
         o, after = ops.routed_delta_rule(q, k, u, erase, decay, both, implementation=implementation, **options)
         return (o, *after[:3]), after.position
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=QUICKLY)
     def run(arguments, ids, cotangents):
         out, pull, position = jax.vjp(lambda *a: op(*a, ids), *arguments, has_aux=True)
         return out, pull(cotangents), position
@@ -77,9 +83,12 @@ def compiled(implementation, position, fades=False):
     return run
 
 
-def compare(implementation, arguments, ids, position, cotangents, tolerance=TOLERANCE["float32"], fades=False):
-    run = compiled(implementation, position, fades)
+def compare(
+    implementation, arguments, ids, position, cotangents, tolerance=TOLERANCE["float32"], fades=False, sizes=None
+):
+    run = compiled(implementation, position, fades, sizes)
     out, slopes, after = run(arguments, None if ids is None else jnp.asarray(ids), cotangents)
+    assert after.tolist() == stands(ids, position, arguments[0].shape[1])
     if not any(position):
         arguments = (*arguments[:7], *(0 * x for x in arguments[7:]))
     start = np.asarray(position, np.int32)
@@ -91,6 +100,19 @@ def compare(implementation, arguments, ids, position, cotangents, tolerance=TOLE
         slopes, truth = slopes[:6], truth[:6]
     assert_close((*out, *slopes), (*wanted, *truth), NAMES[: 4 + len(truth)], tolerance)
     return out, slopes, after
+
+
+def stands(ids, position, time):
+    """Tokens of each row's last document."""
+    if ids is None:
+        return [start + time for start in position]
+    counts = []
+    for row, count in zip(ids, position, strict=True):
+        real = row[row != 0]
+        for before, now in zip([real[0], *real], real, strict=False):
+            count = count + 1 if now == before else 1
+        counts.append(count)
+    return counts
 
 
 @pytest.mark.parametrize("ids", [None, IDS], ids=["every", "packed"])
@@ -154,8 +176,8 @@ def test_any_pieces_give_the_whole(ids):
         zero = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0) if x.dtype == jnp.int32 else x, state)
         return (o, *state, *pull((d_o, zero)))
 
-    whole = jax.jit(functools.partial(everything, (TIME,)))()
-    split = jax.jit(functools.partial(everything, (17, 15, 61)))()
+    both = (TIME,), (17, 15, 61)
+    whole, split = (jax.jit(functools.partial(everything, x), compiler_options=QUICKLY)() for x in both)
     assert_close(split, whole, [str(i) for i in range(len(whole))], TOLERANCE["float32"])
 
 
@@ -173,6 +195,18 @@ def test_a_choice_shows_in_later_chunks_only():
     o, flipped = run(keep), run(keep.at[:, 2].set(1 - keep[:, 2]))
     np.testing.assert_array_equal(o[:, : 3 * SIZE], flipped[:, : 3 * SIZE])
     assert relative_rms(flipped[:, 3 * SIZE :], o[:, 3 * SIZE :]) > 1e-2
+
+
+@pytest.mark.parametrize("ids", [np.ones((2, TIME), np.int32), IDS], ids=["every", "packed"])
+def test_what_a_router_pools(ids):
+    x = np.random.default_rng(4).normal(size=(2, TIME, 3)).astype(np.float32)
+    chunks = document_chunks(2, TIME, SIZE, jnp.asarray(ids))
+    chunk, _, entry = sequential_chunks(ids, SIZE)
+    wanted = [[x[b, entry[b] == n].sum(0) for n in range(-(-TIME // SIZE))] for b in range(2)]
+    assert_close((chunk_sums(jnp.asarray(x), chunks, SIZE),), (wanted,), ("sums",), TOLERANCE["float32"])
+    tail, carries = still_open(chunks)
+    np.testing.assert_array_equal(tail, (chunk == chunk.max(1, keepdims=True)) & (chunk >= 0) & (entry < 0))
+    assert not np.any(carries)
 
 
 def test_each_full_chunk_has_a_cell_of_its_own():
@@ -208,10 +242,10 @@ def attention_case(chosen="random", heads=(6, 3, 2), dtype=jnp.float32, time=TIM
 
 
 @functools.cache
-def attention(counterfactual=False, tile=None):
-    """A jitted (arguments, ids, cotangent) -> (o, gradients); the tile only tells programs apart."""
+def attention(counterfactual=False, tile=None, sizes=None):
+    """A jitted (arguments, ids, cotangent) -> (o, gradients); tile and mesh only tell programs apart."""
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=QUICKLY)
     def run(arguments, ids, cotangent):
         def op(*a):
             options = dict(segment_ids=ids, chunk_size=SIZE, counterfactual=counterfactual)
@@ -223,8 +257,10 @@ def attention(counterfactual=False, tile=None):
     return run
 
 
-def compare_attention(arguments, ids, cotangent, counterfactual=False, tile=None, tolerance=TOLERANCE["float32"]):
-    got = attention(counterfactual, tile)(arguments, None if ids is None else jnp.asarray(ids), cotangent)
+def compare_attention(
+    arguments, ids, cotangent, counterfactual=False, tile=None, tolerance=TOLERANCE["float32"], sizes=None
+):
+    got = attention(counterfactual, tile, sizes)(arguments, None if ids is None else jnp.asarray(ids), cotangent)
     (o,), slopes = block_sparse_and_gradients(arguments, ids, SIZE, (cotangent,))
     if not counterfactual:
         slopes = *slopes[:3], slopes[3] * np.asarray(arguments[3])
@@ -324,3 +360,104 @@ def test_memory_of_the_gradient_grows_with_time_not_with_its_square():
     short, long = temporary(2048), temporary(8192)
     assert long < 4.5 * short
     assert long < 4 * 4 * 8192 * 8192 / 8
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 2, 2), (1, 2, 1, 2)], ids=str)
+def test_on_a_mesh(sizes):
+    """Rows and heads are split; G = 2 key heads and R = 3 routing heads are repeated where 2 devices share 6 heads."""
+    with jax.set_mesh(make_mesh(**dict(zip(AXES, sizes, strict=True)))):
+        arguments, cotangents = case()
+        compare("chunked", arguments, IDS, POSITION, cotangents, sizes=sizes)
+        arguments, cotangent = attention_case(heads=(6, 2, 3))
+        compare_attention(arguments, IDS, cotangent, sizes=sizes)
+
+
+@pytest.mark.parametrize("time", [1, 15, 16, 17])
+def test_short_rows(time):
+    arguments, cotangents = case(time=time)
+    compare("chunked", arguments, None, POSITION, cotangents)
+    arguments, cotangent = attention_case(time=time)
+    compare_attention(arguments, None, cotangent)
+
+
+@pytest.mark.parametrize("implementation", ["recurrent", "chunked"])
+def test_no_tokens(implementation):
+    arguments, _ = case()
+    q, k, u, erase, decay, keep = (x[:, :0] for x in arguments[:6])
+    given = ops.RoutedState(*arguments[7:], jnp.asarray(POSITION, jnp.int32))
+    for ids in (None, jnp.zeros((2, 0), int)):
+        options = dict(segment_ids=ids, chunk_size=SIZE)
+        o, state = ops.routed_delta_rule(
+            q, k, u, erase, decay, keep, initial_state=given, implementation=implementation, **options
+        )
+        assert o.shape == u.shape and state.position.tolist() == list(POSITION)
+        np.testing.assert_array_equal(state.state, given.state)
+        # Row 1 stands where a chunk begins.
+        np.testing.assert_array_equal(state.start, jnp.stack([given.start[0], given.state[1]]))
+        assert state.log_decay[1].tolist() == [0.0] * 6
+        o, after = ops.block_sparse_attention(q, k, u[:, :, :2], keep[..., :2], **options)
+        assert o.shape == (2, 0, 2, 5) and after is None
+
+
+def test_large_scores_stay_finite():
+    (q, k, v, selected), cotangent = attention_case("random", scale=1e18)
+    for counterfactual in (False, True):
+        got = attention(counterfactual)((q, k, v, selected), jnp.asarray(IDS), cotangent)
+        assert all(np.isfinite(x).all() for x in got)
+
+
+@pytest.fixture
+def unchecked():
+    """Shapes reach the op's own checks, not those of the test session."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"erase": None}, "erase: None"),
+        ({"keep": jnp.zeros((2, 2, 6))}, r"keep: shape .* N = 3: T=37 tokens fill at most"),
+        ({"keep": jnp.zeros((2, 3, 6, 3))}, r"keep: shape .*\[B, N, H, 2\]"),
+        ({"keep": jnp.zeros((2, 3, 5))}, "keep: shape .* H .* 5 here but 6 in u"),
+        ({"keep": jnp.zeros((2, 3, 6), int)}, "keep: dtype int32"),
+        ({"chunk_size": 24}, "chunk_size: 24"),
+        (
+            {"initial_state": ops.RoutedState(*(jnp.zeros(x) for x in ((2, 6, 8, 5), (2, 6, 8, 5), (2, 6), 2)))},
+            "initial_state.position: dtype float32",
+        ),
+    ],
+)
+def test_wrong_input_of_the_delta_rule(unchecked, change, message):
+    q, u, gate = jnp.zeros((2, 37, 2, 8)), jnp.zeros((2, 37, 6, 5)), jnp.zeros((2, 37, 6))
+    given = dict(q=q, k=q, u=u, erase=gate, log_decay=gate, keep=jnp.zeros((2, 3, 6)), chunk_size=SIZE)
+    with pytest.raises(ValueError, match=message):
+        ops.routed_delta_rule(**{**given, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"selected": jnp.zeros((2, 3, 4))}, "selected: R=4 routing heads, but they must divide the H=6"),
+        ({"selected": jnp.zeros((2, 4, 3))}, "selected: shape .* has N=4 entries, but T=37"),
+        ({"k": jnp.zeros((2, 37, 4, 8))}, "v: shape .* G .* 2 here but 4 in k"),
+        ({"segment_ids": jnp.zeros((2, 36), int)}, "segment_ids: shape"),
+        ({"chunk_size": 24}, "chunk_size: 24"),
+    ],
+)
+def test_wrong_input_of_the_attention(unchecked, change, message):
+    given = dict(q=jnp.zeros((2, 37, 6, 8)), k=jnp.zeros((2, 37, 2, 8)), v=jnp.zeros((2, 37, 2, 5)))
+    given |= dict(selected=jnp.zeros((2, 3, 3)), chunk_size=SIZE)
+    with pytest.raises(ValueError, match=message):
+        ops.block_sparse_attention(**{**given, **change})
+
+
+def test_what_is_not_built_says_so(unchecked):
+    arguments, _ = attention_case()
+    with pytest.raises(NotImplementedError, match="no initial_state yet"):
+        ops.block_sparse_attention(*arguments, initial_state=1, chunk_size=SIZE)
+    for implementation in ("pallas", "triton"):
+        with pytest.raises(NotImplementedError, match="block_sparse_attention"):
+            ops.block_sparse_attention(*arguments, chunk_size=SIZE, implementation=implementation)

@@ -94,34 +94,51 @@ def added(x: jax.Array, part: jax.Array, start: jax.Array | int, axis: int) -> j
     return lax.dynamic_update_slice_in_dim(x, here + part, start, axis)
 
 
-def front(x: jax.Array, plan: Plan, axis: int) -> jax.Array:
-    """One empty cell more in front: in packed rows a chunk that never fills up may have begun in the cell before."""
-    pad = [(0, 0)] * x.ndim
-    pad[axis] = (plan.size if plan.packed else 0, 0)
-    return jnp.pad(x, pad)
+class Row(NamedTuple):
+    """What tiles read of their own cells: k, v [p, G, S, K or V]; document, chunk [p, S]; cells [p, M, 2] bool: picked,
+    full. Packed rows have one empty cell more in front: a chunk that never fills up may have begun in the cell
+    before."""
+
+    k: jax.Array
+    v: jax.Array
+    document: jax.Array
+    chunk: jax.Array
+    cells: jax.Array
+
+
+def row(plan: Plan, k, v, picked, places: Places) -> Row:
+    arrays = k, v, places.document, places.chunk, jnp.stack([picked, places.full], axis=-1)
+    if not plan.packed:
+        return Row(*arrays)
+
+    def front(x, axis, length):
+        return jnp.pad(x, [(length * (i == axis), 0) for i in range(x.ndim)])
+
+    lengths = plan.size, plan.size, plan.size, plan.size, 1
+    return Row(*map(front, arrays, (2, 2, 1, 1, 1), lengths))
 
 
 class Tile(NamedTuple):
-    """The masks [p, 1, 1, Q, S'] of a tile's own cells: what is seen, and what of a full chunk before one's own is or
-    would be."""
+    """Keys and values of a tile's own cells, which of them the queries see, and which of a full chunk before their own
+    they see or would see: [p, 1, 1, Q, S']."""
 
+    k: jax.Array
+    v: jax.Array
     seen: jax.Array
     apart: jax.Array
 
 
-def own_cells(picked, places: Places, plan: Plan, i: jax.Array) -> Tile:
-    size, count = plan.size, plan.queries * plan.size
-    extra = size if plan.packed else 0
-    query, key = jnp.arange(count), jnp.arange(count + extra) - extra
-    document, chunk = (front(x, plan, 1) for x in (places.document, places.chunk))
-    documents, chunks = (window(x, i * count, count + extra, 1) for x in (document, chunk))
-    slots = jnp.repeat(jnp.stack([picked, places.full], -1), size, axis=1, total_repeat_length=picked.shape[1] * size)
-    slots = window(front(slots, plan, 1), i * count, count + extra, 1) & (key >= 0)[:, None]
+def own_cells(r: Row, plan: Plan, i: jax.Array) -> Tile:
+    size, count, extra = plan.size, plan.queries * plan.size, plan.size if plan.packed else 0
+    query, key = jnp.arange(count), jnp.arange(extra + count) - extra
+    k, v = (window(x, i * count, extra + count, 2) for x in (r.k, r.v))
+    document, chunk = (window(x, i * count, extra + count, 1) for x in (r.document, r.chunk))
+    cells = window(r.cells, i * plan.queries, plan.queries + plan.packed, 1)
+    picked, full = jnp.moveaxis(jnp.repeat(cells, size, axis=1), 2, 0)[:, :, None]
     causal = key <= query[:, None]
-    own = causal & (chunks[:, None, :] == chunks[:, extra:, None])
-    other = causal & (documents[:, None, :] == documents[:, extra:, None]) & ~own
-    masks = own | other & slots[:, None, :, 0], other & slots[:, None, :, 1]
-    return Tile(*(x[:, None, None] for x in masks))
+    own = causal & (chunk[:, None, :] == chunk[:, extra:, None])
+    before = (key >= 0) & causal & (document[:, None, :] == document[:, extra:, None]) & ~own
+    return Tile(k, v, *(x[:, None, None] for x in (own | before & picked, before & full)))
 
 
 def scores_of(q: jax.Array, k: jax.Array) -> jax.Array:
@@ -158,15 +175,14 @@ def forward_rows(plan: Plan, q, k, v, chosen, places: Places):
     list_ = listed(k, v, picked, places, plan.size)
     first, end = ranges(picked, places, plan)
     count, span = plan.queries * plan.size, plan.keys * plan.size
-    own_k, own_v = front(k, plan, 2), front(v, plan, 2)
+    own = row(plan, k, v, picked, places)
 
     def tile(i):
         queries, documents = window(q, i * count, count, 3), window(places.document, i * count, count, 1)
-        mask = own_cells(picked, places, plan, i)
-        keys, values = (window(x, i * count, mask.seen.shape[-1], 2) for x in (own_k, own_v))
-        nothing = jnp.full(queries.shape[:-1], MASKED), jnp.zeros(queries.shape[:-1])
-        carry = *nothing, jnp.zeros((*queries.shape[:-1], v.shape[-1]))
-        carry = fold(carry, jnp.where(mask.seen, scores_of(queries, keys), MASKED), values)
+        keys, values, seen, _ = own_cells(own, plan, i)
+        shape = queries.shape[:-1]
+        carry = jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, v.shape[-1]))
+        carry = fold(carry, jnp.where(seen, scores_of(queries, keys), MASKED), values)
 
         def block(j, carry):
             keys, values = (window(x, j * span, span, 2) for x in (list_.k, list_.v))
@@ -213,21 +229,20 @@ def backward_rows(plan: Plan, q, k, v, chosen, places: Places, o, log_sum, d_o):
     many = jnp.sum(picked, axis=1, dtype=jnp.int32)[:, None]
     other_first, other_end = (many + x for x in ranges(dropped, places, plan))
     size, count, span = plan.size, plan.queries * plan.size, plan.keys * plan.size
-    own_k, own_v = front(k, plan, 2), front(v, plan, 2)
+    own = row(plan, k, v, picked, places)
     delta = jnp.sum(d_o.astype(jnp.float32) * o.astype(jnp.float32), axis=-1)
 
     def tile(carry, i):
         (d_own_k, d_own_v, d_own), rest = carry
         mine = tuple(window(x, i * count, count, 3) for x in (q, d_o, log_sum, delta))
         documents = window(places.document, i * count, count, 1)
-        mask = own_cells(picked, places, plan, i)
-        keys, values = (window(x, i * count, mask.seen.shape[-1], 2) for x in (own_k, own_v))
-        d_q, d_k, d_v, d_scores = pairs(*mine, keys, values, mask.seen)
+        keys, values, seen, apart = own_cells(own, plan, i)
+        d_q, d_k, d_v, d_scores = pairs(*mine, keys, values, seen)
         if plan.counterfactual:
-            d_scores = jnp.where(mask.seen, d_scores, unseen(*mine, keys, values, mask.apart))
-        d_scores = jnp.where(mask.apart, d_scores, 0.0)[..., -count:]
+            d_scores = jnp.where(seen, d_scores, unseen(*mine, keys, values, apart))
+        d_scores = jnp.where(apart, d_scores, 0.0)[..., -count:]
         d_own = added(d_own, per_cell(d_scores, size), i * plan.queries, 1)
-        own = added(d_own_k, d_k, i * count, 2), added(d_own_v, d_v, i * count, 2), d_own
+        d_own_k, d_own_v = (added(x, d, i * count, 2) for x, d in ((d_own_k, d_k), (d_own_v, d_v)))
 
         def block(j, carry):
             d_q, d_k, d_v, d_chosen = carry
@@ -246,12 +261,12 @@ def backward_rows(plan: Plan, q, k, v, chosen, places: Places, o, log_sum, d_o):
 
         if plan.counterfactual:
             rest[2] = blocks(other_first[:, i], other_end[:, i], plan, other, rest[2])
-        return (own, tuple(rest)), d_q
+        return ((d_own_k, d_own_v, d_own), tuple(rest)), d_q
 
     def empty(*like):
         return *(jnp.zeros(x.shape, jnp.float32) for x in like), jnp.zeros(picked.shape)
 
-    carry = empty(own_k, own_v), empty(k, v)
+    carry = empty(own.k, own.v), empty(k, v)
     ((d_own_k, d_own_v, d_own), (d_k, d_v, d_chosen)), d_q = lax.scan(tile, carry, jnp.arange(end.shape[1]))
     back = jnp.argsort(list_.order, axis=1)
     d_k, d_v = (permuted(x, back) + y[:, :, -x.shape[2] :] for x, y in ((d_k, d_own_k), (d_v, d_own_v)))

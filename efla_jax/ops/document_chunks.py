@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from efla_jax.ops.segments import positions, segments
 from efla_jax.shapes import SegmentIds
@@ -62,6 +62,15 @@ def document_chunks(
     return DocumentChunks(real, document, position, closes, number, full)
 
 
+def still_open(chunks: DocumentChunks) -> tuple[Bool[Array, "B T"], Bool[Array, "B"]]:
+    """Which tokens are of the chunk that is open when the row ends, and whether it was when the row began."""
+    real, document, _, closes, number, _ = chunks
+    last = jnp.max(jnp.where(real, document, 0), axis=1, initial=0)
+    total = jnp.sum(closes, axis=1)
+    own = real & (document == last[:, None]) & (number == total[:, None])
+    return own, (last == 0) & (total == 0)
+
+
 class Cells(NamedTuple):
     """Where the tokens of a row go when each full chunk has a cell of C slots of its own, in order. What never fills up
     shares cells: the runs of such tokens between two full chunks.
@@ -75,15 +84,15 @@ class Cells(NamedTuple):
 
 
 def most_cells(time: int, size: int, packed: bool) -> int:
-    """How many cells T tokens may need: about twice as many when documents end and begin everywhere, one more when the
-    first chunk is continued."""
+    """How many cells T tokens may need: one more than ceil(T / C) when the first chunk is continued, about twice as
+    many when documents end anywhere (L tokens between two full chunks take ceil(L / C))."""
     return -(-time // size) * 2 + 1 if packed else -(-(time - 1) // size) + 1
 
 
 def cells(chunks: DocumentChunks, size: int, count: int) -> Cells:
     """Lay the rows out in `count` cells."""
     real, _, _, closes, number, full = chunks
-    batch, time = real.shape
+    time = real.shape[1]
     rank = jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1
     # A run begins after a full chunk, and where a full chunk follows tokens of none.
     run = 2 * number + full
@@ -92,14 +101,29 @@ def cells(chunks: DocumentChunks, size: int, count: int) -> Cells:
     inside = rank - lax.cummax(jnp.where(real & (run != before), rank, 0), axis=1)
     cell = jnp.cumsum(real & (inside % size == 0), axis=1, dtype=jnp.int32) - 1
     slot = jnp.where(real, cell * size + inside % size, -1)
-    rows, there = jnp.arange(batch)[:, None], jnp.where(real, slot, count * size + jnp.arange(time))
-    source = jnp.full((batch, count * size), -1, jnp.int32)
-    source = source.at[rows, there].set(
-        jnp.broadcast_to(jnp.arange(time, dtype=jnp.int32), real.shape), mode="drop", unique_indices=True
-    )
+    source = placed(jnp.where(real, slot, count * size + jnp.arange(time)), count * size)
     first = source[:, ::size]
     held = jnp.take_along_axis(jnp.where(full, number, -1), jnp.maximum(first, 0), axis=1)
     return Cells(slot, source, jnp.where(first >= 0, held, -1))
+
+
+def chunk_sums(x: Float[Array, "B T D"], chunks: DocumentChunks, size: int) -> Float[Array, "B N D"]:
+    """Sums, float32, of x over the tokens of each full chunk, by its number: what a router pools. Entry 0 lacks what
+    earlier calls had of a chunk that was open; entries without a chunk are 0."""
+    batch, time, _ = x.shape
+    found = cells(chunks, size, most_cells(time, size, packed=True))
+    count, most = found.entry.shape[1], -(-time // size)
+    sums = carried(x.astype(jnp.float32), found.source, found.slot).reshape(batch, count, size, -1).sum(axis=2)
+    cell = placed(jnp.where(found.entry >= 0, found.entry, most + jnp.arange(count)), most)
+    return carried(sums, cell, found.entry)
+
+
+def placed(target: Int[Array, "B I"], count: int) -> Int[Array, "B O"]:
+    """The inverse of distinct targets: [B, count], -1 where nothing goes. Targets from `count` on go nowhere."""
+    rows, index = jnp.arange(target.shape[0])[:, None], jnp.arange(target.shape[1], dtype=jnp.int32)
+    nothing = jnp.full((target.shape[0], count), -1, jnp.int32)
+    index = jnp.broadcast_to(index, target.shape)
+    return nothing.at[rows, target].set(index, mode="drop", unique_indices=True)
 
 
 @jax.custom_vjp

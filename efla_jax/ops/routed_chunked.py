@@ -21,7 +21,7 @@ from jax import lax
 
 from efla_jax.ops.arguments import Recurrence
 from efla_jax.ops.chunked import chunks, cut, gradients, inner, join, product, steps_together, written
-from efla_jax.ops.document_chunks import Cells, carried, cells, most_cells
+from efla_jax.ops.document_chunks import Cells, carried, cells, most_cells, still_open
 from efla_jax.ops.routed_recurrent import Routed, open_chunk
 
 
@@ -175,15 +175,12 @@ def behind(entry: jax.Array) -> jax.Array:
 def left_open(r: Routed, anchor: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Start and log decay of the chunks that are open when the call ends; anchor is the state after the last full
     chunk of each row."""
-    real, document, _, closes, number, _ = r.chunks
+    real, document, _, closes, _, _ = r.chunks
     start, decay = open_chunk(r)
-    last = jnp.max(jnp.where(real, document, 0), axis=1)
-    total = jnp.sum(closes, axis=1)
-    own = real & (document == last[:, None]) & (number == total[:, None])
-    added = jnp.sum(jnp.where(own[..., None], r.x.log_decay, 0.0), axis=1)
-    carries = (last == 0) & (total == 0)
-    same = jnp.max(jnp.where(closes, document, -1), axis=1) == last
-    decay = added + jnp.where(carries[:, None], decay, 0.0)
+    own, carries = still_open(r.chunks)
+    decay = jnp.sum(jnp.where(own[..., None], r.x.log_decay, 0.0), axis=1) + jnp.where(carries[:, None], decay, 0.0)
+    # A chunk that is open when the row ends began with its document, or where the last full chunk ended.
+    same = jnp.max(jnp.where(closes, document, -1), axis=1) == jnp.max(jnp.where(real, document, 0), axis=1)
     here = jnp.where(same[:, None, None, None], anchor, 0.0)
     return jnp.where(carries[:, None, None, None], start, here), decay
 

@@ -37,9 +37,10 @@ def routed_delta_rule(
     Chunks of `chunk_size` tokens are counted from the first real token of each document. keep `[B, N, H]`, N = ceil(T /
     chunk_size), 1 (keeps) or 0 (rolls back; any real number is taken at its word): entry n is for the n-th chunk that
     fills up in the row during this call. A chunk that its document or the call ends before has no entry. Of a row
-    without segment_ids from its beginning that is chunk n. The gradient of keep is that of the formula, float32. keep
-    `[B, N, H, 2]` has a second number f per chunk, without gradient: rolled back is to exp(f G_c) S_c, so that f = 0
-    skips a dropped chunk's decay too.
+    without segment_ids from its beginning that is chunk n. The gradient of keep is that of the formula, float32; for
+    the published one, of kept chunks only, give where(keep > 0.5, keep, stop_gradient(keep)). keep `[B, N, H, 2]` has a
+    second number f per chunk, without gradient: rolled back is to exp(f G_c) S_c, so that f = 0 skips a dropped chunk's
+    decay too.
 
     All else is as in `delta_rule`, but the state: a `RoutedState` of any prefix goes on in any pieces, with the same
     chunk_size; time is never split over devices. Source: NAtS-L (arXiv 2602.03681).
