@@ -362,9 +362,9 @@ def test_memory_of_the_gradient_grows_with_time_not_with_its_square():
     assert long < 4 * 4 * 8192 * 8192 / 8
 
 
-@pytest.mark.parametrize("sizes", [(2, 1, 2, 2), (1, 2, 1, 2)], ids=str)
-def test_on_a_mesh(sizes):
-    """Rows and heads are split; G = 2 key heads and R = 3 routing heads are repeated where 2 devices share 6 heads."""
+def test_on_a_mesh():
+    """Rows and heads are split, never the time; R = 3 routing heads are repeated, as 2 devices share 6 heads."""
+    sizes = (2, 1, 2, 2)
     with jax.set_mesh(make_mesh(**dict(zip(AXES, sizes, strict=True)))):
         arguments, cotangents = case()
         compare("chunked", arguments, IDS, POSITION, cotangents, sizes=sizes)
@@ -372,11 +372,11 @@ def test_on_a_mesh(sizes):
         compare_attention(arguments, IDS, cotangent, sizes=sizes)
 
 
-@pytest.mark.parametrize("time", [1, 15, 16, 17])
+@pytest.mark.parametrize("time", [1, 16, 17])
 def test_short_rows(time):
     arguments, cotangents = case(time=time)
     compare("chunked", arguments, None, POSITION, cotangents)
-    arguments, cotangent = attention_case(time=time)
+    arguments, cotangent = attention_case(time=max(time, 2))  # one key: gradients are zero but for rounding
     compare_attention(arguments, None, cotangent)
 
 
