@@ -41,7 +41,10 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"level_weights/(scale|shift)", ("tensor", None)),
     (r"level_weights/(hidden|out)/kernel", (None, None)),
     (r"level_weights/(hidden/bias|out_bias)", (None,)),
-    (r"(mixer|mlp|final|o|q|k)_norm/(scale|bias)", (None,)),
+    (r"(mixer|mlp|final|o|q|k|linear|softmax)_norm/(scale|bias)", (None,)),
+    # of nats_l: columns of mix_proj are attention heads times two; those of the router are few
+    (r"mix_proj/kernel", ("fsdp", "tensor")),
+    (r"router/route_proj/kernel", ("fsdp", None)),
     # SequenceClassifier: small, and its rows are what is split
     (r"(front|params/head)/kernel", (None, None)),
     (r"params/(head/bias|norm/(scale|bias))", (None,)),

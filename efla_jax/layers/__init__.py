@@ -12,9 +12,11 @@ from efla_jax.layers.log_linear import LogLinearEFLA as LogLinearEFLA
 from efla_jax.layers.log_linear import LogLinearGatedDeltaNet as LogLinearGatedDeltaNet
 from efla_jax.layers.log_linear import LogLinearMamba2 as LogLinearMamba2
 from efla_jax.layers.mamba2 import Mamba2 as Mamba2
+from efla_jax.layers.nats_l import NATSL as NATSL
 from efla_jax.layers.reading import Reading as Reading
 from efla_jax.layers.reading import Spread as Spread
 from efla_jax.layers.reading import signals as signals
+from efla_jax.layers.router import Router as Router
 
 MIXERS = {
     "attention": Attention,
@@ -26,4 +28,5 @@ MIXERS = {
     "log_linear_mamba2": LogLinearMamba2,
     "log_linear_gated_delta_net": LogLinearGatedDeltaNet,
     "log_linear_efla": LogLinearEFLA,
+    "nats_l": NATSL,
 }

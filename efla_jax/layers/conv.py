@@ -18,8 +18,10 @@ class CausalConv(nn.Module):
     dtype: DTypeLike = "float32"
 
     @nn.compact
-    def __call__(self, x: jax.Array, segment_ids: SegmentIds | None, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """x [B, T, D], state [B, W-1, D] -> y [B, T, D] in `dtype` and the next state."""
+    def __call__(
+        self, x: jax.Array, segment_ids: SegmentIds | None, state: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """x [B, T, D], state [B, W-1, D] (None: zeros) -> y [B, T, D] in `dtype` and the next state."""
         channels = x.shape[-1]
         weight = self.param("weight", kernel_initializer("uniform", 0.0), (self.taps, channels), jnp.float32)
         bias = self.param("bias", nn.initializers.zeros, (channels,), jnp.float32) if self.use_bias else None

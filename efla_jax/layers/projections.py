@@ -69,9 +69,14 @@ def heads(mixer, name, x, shape, segment_ids, inputs, conv_bias=False) -> tuple[
 
 def merge_heads(mixer, o: jax.Array, x: jax.Array) -> jax.Array:
     """Norm per head, gate from x [B, T, D] and projection of the outputs o [B, T, H, V], as [B, T, width]."""
-    shape = o.shape
     if mixer.output_norm:
         o = nn.RMSNorm(epsilon=mixer.norm_eps, dtype=jnp.float32, name="o_norm")(o)
+    return read_out(mixer, o, x)
+
+
+def read_out(mixer, o: jax.Array, x: jax.Array) -> jax.Array:
+    """Gate from x [B, T, D] and projection of the outputs o [B, T, H, V], as [B, T, width]."""
+    shape = o.shape
     if mixer.output_gate:
         o *= nn.silu(dense(mixer, "g_proj", shape[2] * shape[3])(x).astype(jnp.float32)).reshape(shape)
     y = o.astype(mixer.dtype).reshape(*shape[:2], shape[2] * shape[3])

@@ -1,0 +1,64 @@
+"""Language models of NAtS-L (arXiv 2602.03681) and their controls.
+
+    python -m experiments.train --config=configs/lm_nats_l.py:nats_l_hybrid --config.data.path=SHARDS \\
+        --workdir=runs/nats_l
+
+SHARDS is a folder that experiments/prepare_data.py wrote with a tokenizer of 32,000 entries. 21 layers, context 4096,
+0.52M tokens a step; the batch is cut for 4 large GPUs. Behind the name the size: nats_l_hybrid_760m is the larger one.
+28,611 steps are 15B tokens. Not run here.
+
+| model | layers 3, 7, 11, 15, 19, 20 | others | parameters, 340m | 760m |
+| --- | --- | --- | --- | --- |
+| nats_l_hybrid | nats_l, no positions | gated_delta_net | 380,073,212 | 793,144,956 |
+| nats_l | nats_l, rotary positions | the same | 380,535,932 | 794,043,516 |
+| gdn_hybrid | attention, no positions | gated_delta_net | 367,156,916 | 764,251,188 |
+| gdn_hybrid_rope | attention, rotary positions | gated_delta_net | 367,156,916 | 764,251,188 |
+| gdn | gated_delta_net | the same | 379,888,124 | 792,785,532 |
+
+Published: AdamW with peak rate 3e-4, cosine to a tenth, 1024 steps of warm-up, clip 1, eps 1e-15. gdn_hybrid beside
+every result: the published hybrid has no positions and its baselines rotate, so that only it tells what routing gains.
+"""
+
+from configs.common import check_mixer, pretraining
+
+DEPTH, SOFTMAX_LAYERS = 21, (3, 7, 11, 15, 19, 20)
+# width, heads of the delta rule, key dim, attention heads, SwiGLU
+SIZES = {"340m": (1024, 6, 128, 12), "760m": (1536, 6, 192, 18)}
+MODELS = {  # mixer of the softmax layers, of the others, rope_base
+    "nats_l_hybrid": ("nats_l", "gated_delta_net", 0.0),
+    "nats_l": ("nats_l", "nats_l", 10000.0),
+    "gdn_hybrid": ("attention", "gated_delta_net", 0.0),
+    "gdn_hybrid_rope": ("attention", "gated_delta_net", 10000.0),
+    "gdn": ("gated_delta_net", "gated_delta_net", 0.0),
+}
+NAMES = (*MODELS, *(f"{model}_{size}" for model in MODELS for size in SIZES))
+
+
+def options(width: int, heads: int, key_dim: int, attention_heads: int, rope_base: float) -> dict:
+    """Of each mixer; everything begins normal with the model's init_std."""
+    delta = {"num_heads": heads, "head_dim": key_dim, "expand_v": 2.0, "output_gate": True, "gate_init": "normal"}
+    routed = {"num_attention_heads": attention_heads, "num_routes": heads, "rope_base": rope_base, "qk_norm": True}
+    routed |= {"step": "gated_delta_net", "skipped_decay": True, "counterfactual": False, "gumbel": False}
+    attention = {"num_heads": width // 64, "rope_base": rope_base, "qk_norm": True}
+    return {"gated_delta_net": delta, "nats_l": delta | routed, "attention": attention}
+
+
+def get_config(arg: str = ""):
+    arg = check_mixer(arg, NAMES, "configs/lm_nats_l.py")
+    size = next((size for size in SIZES if arg.endswith(size)), "340m")
+    some, others, rope_base = MODELS[arg.removesuffix(f"_{size}")]
+    width, heads, key_dim, attention_heads = SIZES[size]
+    choices = options(width, heads, key_dim, attention_heads, rope_base)
+    config = pretraining(others, choices, {}, depth=DEPTH)
+    pattern = tuple(some if layer in SOFTMAX_LAYERS else others for layer in range(DEPTH))
+    config.model.depth = DEPTH
+    config.model.mixers = pattern if some != others else (some,)
+    config.model.mixer_options = {name: choices[name] for name in dict.fromkeys(config.model.mixers)}
+    config.model.width = width
+    config.model.remat = "full"
+    config.data.window = 4096
+    config.data.batch_size = 128
+    config.train.steps = 28611
+    config.train.accumulate = 4
+    config.train.eval_every = 1000
+    return config
