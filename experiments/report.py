@@ -21,21 +21,19 @@ A sweep of associative recall (configs/adaptive_decay.py), trained length and be
 """
 
 import csv
-import functools
 import itertools
 import json
 import pathlib
 import statistics
-from typing import Any
 
 import jax
 import numpy as np
-import optax
 from absl import app, flags
 
-from efla_jax import checkpoint, evaluate, metrics, train
-from efla_jax.train import loop, settings
+from efla_jax import evaluate, metrics
+from efla_jax.train import loop
 from experiments import recall_report
+from experiments.runs import restored
 
 RUNS = flags.DEFINE_string("runs", None, "corruption, recall: folder whose sub-folders are finished runs")
 SHOW = flags.DEFINE_list("show", [], "corruption: labels to draw; all by default")
@@ -128,30 +126,6 @@ def corruption() -> None:
     print(f"{text}\n\nwritten: {out}/table.md, accuracy.csv, corruption.png")
 
 
-def tuples(value: Any) -> Any:
-    """Lists of a JSON file as the tuples that a config had."""
-    if isinstance(value, dict):
-        return {name: tuples(one) for name, one in value.items()}
-    return tuple(map(tuples, value)) if isinstance(value, list) else value
-
-
-def restored(path: pathlib.Path) -> tuple[dict, Any, Any, Any]:
-    """(config, dataset, model, scored parameters) of a run, from its folder or that of one of its steps."""
-    folder = next((f for f in (path, *path.absolute().parents[:2]) if (f / "config.json").is_file()), None)
-    if folder is None:
-        raise ValueError(f"--checkpoint={path}: no config.json there; give a run's folder, or one of its steps.")
-    config = tuples(json.loads((folder / "config.json").read_text()))
-    if DATA.value:
-        config["data"] |= {name: () for name in ("paths", "weights") if name in config["data"]} | {"path": DATA.value}
-    dataset = settings.build_dataset(config)
-    model = settings.build_model(config, dataset)
-    shapes = jax.eval_shape(functools.partial(train.make_state, model, optax.identity(), 0)).params
-    part = "ema" if config["optim"].get("ema_decay") else "params"
-    params, report = checkpoint.load_params(path, shapes, part=part)
-    print("\n".join(report.lines()))
-    return config, dataset, model, params
-
-
 def numbers(flag: flags.FlagHolder, count: int) -> list[int]:
     """The whole numbers below `count` of a list flag."""
     if not all(word.strip().isdecimal() and int(word) < count for word in flag.value):
@@ -212,7 +186,7 @@ def level_weights() -> None:
     out = pathlib.Path(OUT.value)
     if out.suffix != ".png":
         raise ValueError(f"--out={out}: name a picture to write, such as levels.png.")
-    config, dataset, model, params = restored(pathlib.Path(CHECKPOINT.value))
+    config, dataset, model, params = restored(pathlib.Path(CHECKPOINT.value), "checkpoint", DATA.value)
     batch = sequences(dataset)
     with jax.default_matmul_precision(config["train"]["matmul_precision"]):  # as it was trained
         found = evaluate.level_weights(model, params, batch)
