@@ -20,3 +20,6 @@ from efla_jax.ops.rope import apply_rope as apply_rope
 from efla_jax.ops.routed_delta_rule import routed_delta_rule as routed_delta_rule
 from efla_jax.ops.routed_recurrent import RoutedState as RoutedState
 from efla_jax.ops.routed_recurrent import init_routed_state as init_routed_state
+from efla_jax.ops.selected_pages import SelectedKV as SelectedKV
+from efla_jax.ops.selected_pages import grow_selected_kv as grow_selected_kv
+from efla_jax.ops.selected_pages import init_selected_kv as init_selected_kv

@@ -2,16 +2,39 @@
 2602.03681)."""
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
+from efla_jax.ops.attention import MASKED
 from efla_jax.ops.block_sparse_tiles import Places, Plan, tiles
+from efla_jax.ops.chunked import product
 from efla_jax.ops.dispatch import dispatch, missing_kernel
-from efla_jax.ops.document_chunks import DocumentChunks, carried, cells, document_chunks, most_cells
+from efla_jax.ops.document_chunks import (
+    DocumentChunks,
+    carried,
+    cells,
+    document_chunks,
+    most_cells,
+    placed,
+    still_open,
+)
 from efla_jax.ops.segments import mask_padding
+from efla_jax.ops.selected_pages import (
+    Held,
+    Pool,
+    SelectedKV,
+    advanced,
+    check_room,
+    check_selected_kv,
+    init_selected_kv,
+    pages_needed,
+    with_pages,
+)
 from efla_jax.ops.sharded import repeat_key_heads, sharded
 from efla_jax.shapes import SegmentIds, check_chunk_size, check_floating, check_heads, check_segment_ids, check_shapes
 
@@ -24,12 +47,12 @@ def block_sparse_attention(
     v: Float[Array, "B T G V"],
     selected: Float[Array, "B N R"],
     *,
-    initial_state: None = None,
+    initial_state: SelectedKV | None = None,
     segment_ids: SegmentIds | None = None,
     chunk_size: int = 64,
     implementation: str = "auto",
     counterfactual: bool = False,
-) -> tuple[Float[Array, "B T H V"], None]:
+) -> tuple[Float[Array, "B T H V"], SelectedKV]:
     """Softmax attention of every token to its own chunk, causally, and to all of each selected chunk before it.
 
         o_t = sum_s p_ts v_s        p_ts = exp(q_t . k_s) / sum_r exp(q_t . k_r)
@@ -38,49 +61,41 @@ def block_sparse_attention(
     q `[B, T, H, K]`, k `[B, T, G, K]`, v `[B, T, G, V]`: query head h reads key and value head h // (H // G). No hidden
     scale: scale q yourself. selected `[B, N, R]`, 1 or 0 (above 0.5 counts as 1): R divides H, query head h asks
     selected[..., h // (H // R)]; its N = ceil(T / chunk_size) entries are those of `routed_delta_rule`: entry n is for
-    the n-th chunk that fills up in the row, chunks counted from each document's first real token. Scores and softmax in
-    float32, o in the dtype of v, zero at padding.
+    the n-th chunk that fills up in the row during this call, chunks counted from each document's first real token.
+    Scores and softmax in float32, o in the dtype of v, zero at padding.
 
-    The gradient of selected is that of a real number that multiplies exp(q_t . k_s) for later chunks, float32; of
-    entries that are 0 it is taken with `counterfactual` only (it costs all scores), and else is 0.
+    The gradient of selected is that of a real number that multiplies exp(q_t . k_s) for later chunks, of later calls
+    too, float32; of entries that are 0 it is taken with `counterfactual` only (it costs all scores, and lacks later
+    calls, which nothing that was not selected reaches), and else is 0.
 
-    Work follows the part selected, memory is O(T). implementation: "chunked" (XLA), "auto"; "pallas", "triton" (no
-    kernel yet). initial_state is not supported yet (NotImplementedError), and the state returned is None. Raises
-    ValueError for input that does not fit. Source: NAtS-L (arXiv 2602.03681).
+    A `SelectedKV` goes on in any pieces, with the same chunk_size, R and G; without one the state returned has room for
+    all that T tokens may select. A document that selects more than the room is a ValueError where that is known when
+    the op is called; under `jit` the outputs of its further tokens are NaN. Work follows the part selected, memory is
+    O(T). implementation: "chunked" (XLA), "auto"; "pallas", "triton" (no kernel yet). Raises ValueError for input that
+    does not fit. Source: NAtS-L (arXiv 2602.03681).
 
     >>> import jax.numpy as jnp
     >>> q, v = jnp.zeros((1, 48, 1, 4)), jnp.repeat(jnp.array([6.0, 3.0, 0.0]), 16).reshape(1, 48, 1, 1)
     >>> selected = jnp.array([1.0, 0.0, 0.0]).reshape(1, 3, 1)
-    >>> o, _ = block_sparse_attention(q, q, v, selected, chunk_size=16)    # a zero query averages what it sees
-    >>> o[0, jnp.array([15, 31, 47]), 0, 0].tolist()
-    [6.0, 4.5, 3.0]
+    >>> o, state = block_sparse_attention(q, q, v, selected, chunk_size=16)    # a zero query averages what it sees
+    >>> o[0, jnp.array([15, 31, 47]), 0, 0].tolist(), state.pages.tolist()
+    ([6.0, 4.5, 3.0], [1])
     """
     check_arguments(q, k, v, selected, initial_state, segment_ids, chunk_size)
-    batch, time = k.shape[:2]
-    if q.size == 0 or v.size == 0:
-        return jnp.zeros((*q.shape[:3], v.shape[-1]), v.dtype), None
-    chunks = document_chunks(batch, time, chunk_size, segment_ids)
-    if segment_ids is not None:
-        q, k, v = (mask_padding(chunks.real, x) for x in (q, k, v))
-    packed = segment_ids is not None
-    table = {"chunked": in_tiles, **{name: missing_kernel("block_sparse_attention") for name in ("pallas", "triton")}}
-
-    def local(_, q, k, v, selected, *chunks):
-        arguments = q, k, v, selected, DocumentChunks(*chunks), chunk_size, packed, counterfactual
-        return dispatch("block_sparse_attention", implementation, table, ("pallas", "chunked"), arguments)
-
-    k, v = repeat_key_heads(q.shape[2], k, v)
-    (selected,) = repeat_key_heads(q.shape[2], selected.astype(jnp.float32))
-    # A device has whole rows (S is a letter that no mesh axis splits), and the routing heads of its heads.
-    legends = ("BSHK", "BSGK", "BSGV", "BND", *("BS",) * len(chunks))
-    return sharded(local, (q, k, v, selected, *chunks), legends, "BSHV"), None
+    kv = starting(k, v, selected, chunk_size) if initial_state is None else initial_state
+    if k.shape[1] == 0:
+        return jnp.zeros((*q.shape[:3], v.shape[-1]), v.dtype), kv
+    selected = selected.astype(jnp.float32)
+    call = whole if initial_state is None else one_token if k.shape[1] == 1 else continued
+    o, chunks, held = call(Options(chunk_size, implementation, counterfactual), q, k, v, selected, kv, segment_ids)
+    if initial_state is not None:
+        o = checked(o, kv, chunks, selected)
+    return o, advanced(kv, chunks, selected, held)
 
 
-def check_arguments(q, k, v, selected, initial_state: Any, segment_ids, chunk_size: int) -> None:
+def check_arguments(q, k, v, selected, initial_state, segment_ids, chunk_size: int) -> None:
     """Raise ValueError unless shapes and dtypes fit each other."""
     check_chunk_size(chunk_size)
-    if initial_state is not None:
-        raise NotImplementedError("block_sparse_attention: no initial_state yet; give whole documents in one call.")
     sizes = check_shapes({"q": (q, "BTHK"), "k": (k, "BTGK"), "v": (v, "BTGV"), "selected": (selected, "BNR")})
     check_floating({"q": q, "k": k, "v": v, "selected": selected})
     check_heads(sizes["G"], sizes["H"])
@@ -96,6 +111,145 @@ def check_arguments(q, k, v, selected, initial_state: Any, segment_ids, chunk_si
             f" {-(-time // chunk_size)} chunks of {chunk_size}: N = ceil(T / chunk_size). Give one entry for each."
         )
     check_segment_ids(segment_ids, sizes["B"], time)
+    if initial_state is not None:
+        check_selected_kv(initial_state, q, k, v, selected, chunk_size)
+
+
+class Options(NamedTuple):
+    """Arguments of the op that are no arrays."""
+
+    size: int
+    implementation: str
+    counterfactual: bool
+
+
+def starting(k, v, selected, size: int) -> SelectedKV:
+    """An empty cache with room for all that these tokens may select."""
+    (batch, time, key_heads, key_dim), routes = k.shape, selected.shape[2]
+    room = time // size * routes
+    kv = init_selected_kv(batch, room, size, key_heads, routes, key_dim, v.shape[3], k.dtype)
+    return kv._replace(v=kv.v.astype(v.dtype), open_v=kv.open_v.astype(v.dtype))
+
+
+def checked(o: jax.Array, kv: SelectedKV, chunks: DocumentChunks, selected: jax.Array) -> jax.Array:
+    """Outputs, NaN from where a document has outgrown the pool of kv."""
+    before, needed = pages_needed(kv, chunks, selected)
+    check_room(kv, chunks, needed)
+    time = o.shape[1]
+    lost = (chunks.real & (before > kv.k.shape[1]))[:, -time:, None, None]
+    return jnp.where(lost, np.asarray(np.nan, o.dtype), o)  # of numpy: jax_debug_nans would stop at an array of jax
+
+
+# What a call does, from its beginning, with a cache, and for one token with a cache: (options, q, k, v, selected, kv,
+# segment_ids) -> (o, chunks, held). Its chunks may begin with those of the open chunk's tokens.
+
+
+def whole(options: Options, q, k, v, selected, _kv, segment_ids):
+    chunks = document_chunks(*k.shape[:2], options.size, segment_ids)
+    packed = segment_ids is not None
+    if packed:
+        q, k, v = (mask_padding(chunks.real, x) for x in (q, k, v))
+
+    def local(q, k, v, selected, *chunks):
+        return in_tiles(q, k, v, selected, DocumentChunks(*chunks), options, packed, packed)[0]
+
+    keys = repeat_key_heads(q.shape[2], k, v)
+    (routed,) = repeat_key_heads(q.shape[2], selected)
+    # A device has whole rows (S is a letter that no mesh axis splits), and the routing heads of its heads.
+    legends = ("BSHK", "BSGK", "BSGV", "BND", *("BS",) * len(chunks))
+    o = over_mesh(options, local, (q, *keys, routed, *chunks), legends, "BSHV")
+    return o, chunks, held_by(k, v, chunks, selected.shape[1], options.size)
+
+
+def continued(options: Options, q, k, v, selected, kv: SelectedKV, segment_ids):
+    """The open chunk's tokens stand in front of the call's, their outputs are not asked for."""
+    size, (batch, time) = options.size, k.shape[:2]
+    fill = kv.position % size
+    front = jnp.arange(size) < fill[:, None]
+    ids = jnp.ones((batch, time), jnp.int32) if segment_ids is None else segment_ids
+    first = jnp.take_along_axis(ids, jnp.argmax(ids != 0, axis=1)[:, None], axis=1)
+    ids = jnp.concatenate([jnp.where(front, jnp.where(first == 0, 1, first), 0), ids], axis=1)
+    chunks = document_chunks(batch, size + time, size, ids, kv.position - fill)
+    k, v = (jnp.concatenate([x.astype(y.dtype), y], axis=1) for x, y in ((kv.open_k, k), (kv.open_v, v)))
+    q = jnp.pad(q, ((0, 0), (size, 0), (0, 0), (0, 0)))
+    q, k, v = (mask_padding(chunks.real, x) for x in (q, k, v))
+    packed = segment_ids is not None
+
+    def local(q, k, v, selected, *rest):
+        chunks, pool = DocumentChunks(*rest[: len(chunks_of)]), Pool(*rest[len(chunks_of) :])
+        o, log_sum = in_tiles(q, k, v, selected, chunks, options, packed, True)
+        mine = (chunks.real & (chunks.document == 0))[:, size:]
+        o = with_pages(o[:, size:], log_sum[:, size:], q[:, size:], mine, selected.shape[2], pool)
+        return mask_padding(chunks.real[:, size:], o)
+
+    chunks_of = DocumentChunks._fields
+    # Rows are split, heads are not: a page has those of one routing head, whichever that is.
+    legends = ("BSQK", "BSXK", "BSXV", "BNR", *("BS",) * len(chunks), *POOL)
+    arrays = (q, k, v, selected, *chunks, *Pool(*kv[:5]))
+    o = over_mesh(options, local, arrays, legends, "BSQV")
+    return o, chunks, held_by(k, v, chunks, selected.shape[1], size)
+
+
+def one_token(options: Options, q, k, v, selected, kv: SelectedKV, segment_ids):
+    """The token takes its slot of the open chunk; nothing is laid out anew."""
+    size, batch = options.size, k.shape[0]
+    chunks = document_chunks(batch, 1, size, segment_ids, kv.position)
+    q, k, v = (mask_padding(chunks.real, x) for x in (q, k, v))
+    real, fill = chunks.real[:, 0], kv.position % size
+    slot = jnp.where(real, fill, size)
+
+    def put(slots, x):
+        return slots.at[jnp.arange(batch), slot].set(x[:, 0].astype(slots.dtype), mode="drop", unique_indices=True)
+
+    open_k, open_v = put(kv.open_k, k), put(kv.open_v, v)
+    used = jnp.arange(size) < (fill + real)[:, None]
+
+    def local(q, k, v, selected, used, real, *pool):
+        o, log_sum = in_slots(q, mask_padding(used, k), mask_padding(used, v), used)
+        o = with_pages(o, log_sum, q, real, selected.shape[2], Pool(*pool))
+        return mask_padding(real, o)
+
+    legends = ("BSQK", "BCXK", "BCXV", "BNR", "BC", "BS", *POOL)
+    arrays = (q, open_k, open_v, selected, used, chunks.real, *kv[:5])
+    o = over_mesh(options, local, arrays, legends, "BSQV").astype(v.dtype)
+    return o, chunks, Held(open_k[:, None], open_v[:, None], open_k, open_v)
+
+
+POOL = ("BMCEK", "BMCEV", "BM", "BM", "B")
+
+
+def over_mesh(options: Options, local: Callable, arrays, legends, result: str) -> jax.Array:
+    """local(*arrays) on every device's rows (and heads), by the implementation asked for."""
+    kernels = {name: missing_kernel("block_sparse_attention") for name in ("pallas", "triton")}
+
+    def run(_, *arrays):
+        table = {"chunked": local, **kernels}
+        return dispatch("block_sparse_attention", options.implementation, table, ("pallas", "chunked"), arrays)
+
+    return sharded(run, arrays, legends, result)
+
+
+def held_by(k, v, chunks: DocumentChunks, count: int, size: int) -> Held:
+    """The `count` chunks that fill up, and the open one behind them, of k [B, T, G, K], v [B, T, G, V]."""
+    own, _ = still_open(chunks)
+    batch, time = own.shape
+    chunk = jnp.where(chunks.full, chunks.number, count)
+    kept = chunks.full | own
+    slot = jnp.where(kept, chunk * size + chunks.position % size, -1)
+    slots = (count + 1) * size
+    source = placed(jnp.where(kept, slot, slots + jnp.arange(time)), slots)
+    k, v = (carried(x, source, slot).reshape(batch, count + 1, size, *x.shape[2:]) for x in (k, v))
+    return Held(k[:, :-1], v[:, :-1], k[:, -1], v[:, -1])
+
+
+def in_slots(q, k, v, used) -> tuple[jax.Array, jax.Array]:
+    """Outputs [B, 1, H, V] and L [B, 1, H], float32, of one query a row that sees the slots used [B, C] of k, v."""
+    (batch, _, heads, key_dim), key_heads = q.shape, k.shape[2]
+    groups = q.reshape(batch, key_heads, heads // key_heads, key_dim)
+    scores = jnp.where(used[:, None, None], product("bghk,bcgk->bghc", groups, k), MASKED)
+    log_sum = jax.nn.logsumexp(scores, axis=-1)
+    o = product("bghc,bcgv->bghv", jnp.exp(scores - log_sum[..., None]).astype(v.dtype), v)
+    return o.reshape(batch, 1, heads, v.shape[3]), log_sum.reshape(batch, 1, heads)
 
 
 def plan_of(count: int, size: int, packed: bool, counterfactual: bool) -> tuple[Plan, int]:
@@ -106,13 +260,18 @@ def plan_of(count: int, size: int, packed: bool, counterfactual: bool) -> tuple[
     return Plan(size, queries, keys, packed, counterfactual), -(-count // whole) * whole
 
 
-def in_tiles(q, k, v, selected, chunks: DocumentChunks, size: int, packed: bool, counterfactual: bool) -> jax.Array:
-    """Outputs [B, T, H, V] in the dtype of v."""
-    (batch, time, heads, _), routing = q.shape, selected.shape[2]
-    used = most_cells(time, size, packed) if packed else -(-time // size)
-    plan, count = plan_of(used, size, packed, counterfactual)
+def in_tiles(
+    q, k, v, selected, chunks: DocumentChunks, options: Options, packed: bool, moved: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Outputs [B, T, H, V] in the dtype of v and L [B, T, H] float32. packed: rows may hold several documents; moved:
+    chunks do not stand where a row without padding would begin them."""
+    (batch, time, heads, _), routing, size = q.shape, selected.shape[2], options.size
+    if q.size == 0 or v.size == 0:
+        return jnp.zeros((*q.shape[:3], v.shape[3]), v.dtype), jnp.zeros(q.shape[:3])
+    used = most_cells(time, size, True) if packed else -(-(time - moved) // size)
+    plan, count = plan_of(used, size, packed, options.counterfactual)
     document, chunk = chunks.document + 1, jnp.cumsum(chunks.real & (chunks.position % size == 0), axis=1)
-    if packed:
+    if moved:
         found = cells(chunks, size, count)
         entry = found.entry
 
@@ -139,6 +298,8 @@ def in_tiles(q, k, v, selected, chunks: DocumentChunks, size: int, packed: bool,
     chosen = jnp.take_along_axis(selected, jnp.maximum(entry, 0)[..., None], axis=1)
     chosen = jnp.where(entry[..., None] >= 0, chosen, 0.0)
     places = Places(*map(repeated, (laid(document), laid(chunk), entry >= 0)))
-    o = tiles(plan, queries, rows(k), rows(v), jnp.moveaxis(chosen, 2, 1).reshape(-1, count), places)
-    o = jnp.moveaxis(o.reshape(batch, heads, *o.shape[3:]), 1, 2)
-    return carried(o, found.slot, found.source) if packed else o[:, :time]
+    found_o = tiles(plan, queries, rows(k), rows(v), jnp.moveaxis(chosen, 2, 1).reshape(-1, count), places)
+    o, log_sum = (jnp.moveaxis(x.reshape(batch, heads, *x.shape[3:]), 1, 2) for x in found_o)
+    if moved:
+        return carried(o, found.slot, found.source), carried(log_sum, found.slot, found.source)
+    return o[:, :time], log_sum[:, :time]

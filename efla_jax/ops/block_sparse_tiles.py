@@ -7,10 +7,10 @@ are picked stand in a list, in order; a tile of queries takes two steps:
     the picked cells before   that part of the list which belongs to its documents, a block at a time, so that the
                               work follows what is picked, not the length
 
-One softmax over both, kept as a running maximum and sum; saved are the outputs and the logarithms of the sums, L. With
-P = exp(score - L), dP = <dO, v> and delta = <dO, O>, the gradient of a mask that multiplies exp(score) of a cell seen
-from later chunks is the sum of P (dP - delta) over those pairs; `counterfactual` asks for it where the mask is 0 too,
-which takes the scores of all pairs.
+One softmax over both, kept as a running maximum and sum; saved and returned are the outputs and the logarithms of the
+sums, L. With P = exp(score - L), dP = <dO, v> and delta = <dO, O> - dL, the gradient of a mask that multiplies
+exp(score) of a cell seen from later chunks is the sum of P (dP - delta) over those pairs; `counterfactual` asks for it
+where the mask is 0 too, which takes the scores of all pairs.
 """
 
 import functools
@@ -220,7 +220,7 @@ def per_cell(d_scores: jax.Array, size: int) -> jax.Array:
     return jnp.sum(sums.reshape(sums.shape[0], -1, size), axis=2)
 
 
-def backward_rows(plan: Plan, q, k, v, chosen, places: Places, o, log_sum, d_o):
+def backward_rows(plan: Plan, q, k, v, chosen, places: Places, o, log_sum, d_o, d_log_sum):
     """Cotangents of q, k, v and chosen of rows p, float32."""
     picked = chosen > 0.5
     list_ = listed(k, v, picked, places, plan.size)
@@ -230,7 +230,7 @@ def backward_rows(plan: Plan, q, k, v, chosen, places: Places, o, log_sum, d_o):
     other_first, other_end = (many + x for x in ranges(dropped, places, plan))
     size, count, span = plan.size, plan.queries * plan.size, plan.keys * plan.size
     own = row(plan, k, v, picked, places)
-    delta = jnp.sum(d_o.astype(jnp.float32) * o.astype(jnp.float32), axis=-1)
+    delta = jnp.sum(d_o.astype(jnp.float32) * o.astype(jnp.float32), axis=-1) - d_log_sum
 
     def tile(carry, i):
         (d_own_k, d_own_v, d_own), rest = carry
@@ -285,20 +285,20 @@ def by_rows(function: Callable, plan: Plan, *arrays):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def tiles(plan: Plan, q, k, v, chosen, places: Places) -> jax.Array:
-    """Outputs [P, G, H, S, V] of q [P, G, H, S, K], k [P, G, S, K], v [P, G, S, V]; chosen [P, M] float32: cells above
-    0.5 are picked."""
-    return by_rows(forward_rows, plan, q, k, v, chosen, places)[0]
+def tiles(plan: Plan, q, k, v, chosen, places: Places) -> tuple[jax.Array, jax.Array]:
+    """Outputs [P, G, H, S, V] and L [P, G, H, S] float32 of q [P, G, H, S, K], k [P, G, S, K], v [P, G, S, V]; chosen
+    [P, M] float32: cells above 0.5 are picked."""
+    return by_rows(forward_rows, plan, q, k, v, chosen, places)
 
 
 def _tiles_forward(plan, q, k, v, chosen, places):
-    o, log_sum = by_rows(forward_rows, plan, q, k, v, chosen, places)
-    return o, (q, k, v, chosen, places, o, log_sum)
+    o, log_sum = tiles(plan, q, k, v, chosen, places)
+    return (o, log_sum), (q, k, v, chosen, places, o, log_sum)
 
 
-def _tiles_backward(plan, saved, d_o):
+def _tiles_backward(plan, saved, cotangents):
     q, k, v = saved[:3]
-    d_q, d_k, d_v, d_chosen = by_rows(backward_rows, plan, *saved, d_o)
+    d_q, d_k, d_v, d_chosen = by_rows(backward_rows, plan, *saved, *cotangents)
     return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), d_chosen, None
 
 
