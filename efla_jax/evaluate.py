@@ -34,19 +34,38 @@ def batch_sums(
 
     Text: {"tokens", "targets", "mask"} [B, T] and, where rows are not one document each, "segment_ids" [B, T]; images:
     {"pixels" [B, T, 1], "labels" [B], "mask" [B]}."""
+    return sums_and_readings(model, params, batch, rngs, chunk=chunk, z_loss=z_loss)[0]
+
+
+def sums_and_readings(
+    model: nn.Module,
+    params,
+    batch: Mapping[str, jax.Array],
+    rngs=None,
+    *,
+    chunk: int = 0,
+    z_loss: float = 0.0,
+    capture: Callable[[nn.Module, str], bool] | bool = False,
+) -> tuple[Sums, Mapping[str, Any]]:
+    """`batch_sums`, and the intermediates of the same pass that `capture` chooses (see `layers.Reading`)."""
     if isinstance(model, LanguageModel):
-        features, _ = model.apply(
-            params, batch["tokens"], segment_ids=batch.get("segment_ids"), rngs=rngs, method=model.features
-        )
+        (features, _), state = model.apply(
+            params, batch["tokens"], segment_ids=batch.get("segment_ids"), rngs=rngs, method=model.features,
+            capture_intermediates=capture, mutable="intermediates",
+        )  # fmt: skip
 
         def logits_of(x: jax.Array) -> jax.Array:
             return cast(jax.Array, model.apply(params, x, method=model.logits))
 
-        return cross_entropy(logits_of, features, batch["targets"], batch["mask"], chunk=chunk, z_loss=z_loss)
-    if isinstance(model, SequenceClassifier):
-        logits = cast(jax.Array, model.apply(params, batch["pixels"], rngs=rngs))
-        return weighted_sums(logits, batch["labels"], batch["mask"], z_loss)
-    raise ValueError(f"model: {type(model).__name__} is neither a LanguageModel nor a SequenceClassifier.")
+        sums = cross_entropy(logits_of, features, batch["targets"], batch["mask"], chunk=chunk, z_loss=z_loss)
+    elif isinstance(model, SequenceClassifier):
+        logits, state = model.apply(
+            params, batch["pixels"], rngs=rngs, capture_intermediates=capture, mutable="intermediates"
+        )
+        sums = weighted_sums(logits, batch["labels"], batch["mask"], z_loss)
+    else:
+        raise ValueError(f"model: {type(model).__name__} is neither a LanguageModel nor a SequenceClassifier.")
+    return sums, state.get("intermediates", {})
 
 
 @functools.lru_cache(maxsize=8)

@@ -518,6 +518,19 @@ def test_signals_are_means_over_layers_and_heads_and_the_largest_of_all():
     assert signals({}) == {}
 
 
+def test_signals_have_the_softmax_fraction_of_every_layer_and_head():
+    """Depth is counted over the whole model: two repetitions of a pattern of four; a classifier repeats nothing."""
+    fractions = jnp.asarray([[0.25, 0.75], [0.0, 0.5]])
+    at = {"router": {"softmax_fraction": {"__call__": (Spread(*[fractions] * 5),)}}}
+    told = signals({"groups": {"block_2": {"mixer": at}}}, 4)
+    each = {f"layer_{depth:02d}/head_{head}": fractions[i, head] for i, depth in enumerate((2, 6)) for head in (0, 1)}
+    expected = {"layer_02": 0.5, "layer_06": 0.25} | each
+    assert {name: float(told[f"softmax_fraction/{name}"]) for name in expected} == expected
+    assert len(told) == 5 + 6 and told["softmax_fraction_mean"] == 0.375
+    at = {"router": {"softmax_fraction": {"__call__": (Spread(*[fractions[0]] * 5),)}}}
+    assert signals({"mixer_2": at}, 4)["softmax_fraction/layer_02/head_1"] == 0.75
+
+
 @pytest.mark.parametrize("name", ["delta_net", "gated_delta_net"])
 def test_negative_eigenvalues_let_a_step_reflect(name):
     params = parameters(name, beta_bias=20.0)  # sigmoid(20 + ...) = 1

@@ -12,6 +12,7 @@ from configs import quickstart, smnist
 from efla_jax import data, evaluate, metrics, train
 from efla_jax.model import LanguageModel
 from efla_jax.train import loop, settings
+from efla_jax.train.step import make_gradients
 
 STEPS = 6
 
@@ -153,6 +154,11 @@ FAULTS = {
         lambda c: c.train.update(stepz=3),
         "config.train.stepz: no such field. Did you mean 'steps'",
     ),
+    "penalty on no choice": (
+        lambda c: c.train.update(softmax_penalty=0.1),
+        r"config.train.softmax_penalty: 0.1 is on .* no mixer of config.model.mixers=\('efla',\) chooses",
+    ),
+    "negative penalty": (lambda c: c.train.update(softmax_penalty=-0.1), "softmax_penalty: -0.1 is less than 0"),
     "skips": (lambda c: c.train.update(max_skipped=0), "config.train.max_skipped: 0 is less than 1"),
 }
 
@@ -227,6 +233,69 @@ def test_a_run_with_everything_on(corpus, tmp_path):
     held = evaluate.evaluate(run.model, run.params, run.dataset.eval_batches("valid"))
     assert held["loss"] == pytest.approx(run.scores["loss"], rel=1e-5)  # run.params are those that were scored
     assert "algorithm" not in (run.workdir / "parameters.txt").read_text()  # a table, not a config
+
+
+CHUNK = 16
+ROUTED = {"nats_l": {"num_heads": 2, "head_dim": 4, "chunk_size": CHUNK, "implementation": "recurrent"}}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_softmax_penalty_is_a_mean_over_layers_heads_and_chunks(accumulate):
+    """Through scan and remat; microbatches of equal weight make the gradient of one batch."""
+    model = LanguageModel(31, 12, 2, ("nats_l",), ROUTED, mlp="none", remat="full")
+    keys = jax.random.split(jax.random.key(2), 2)
+    tokens = jax.random.randint(keys[0], (4, 2 * CHUNK + 3), 0, 31)
+    batch = {"tokens": tokens, "targets": tokens[:, ::-1], "mask": jnp.ones(tokens.shape)}
+    params = jax.jit(model.init)(keys[1], tokens)
+
+    def by_hand(params):
+        (logits, _), state = model.apply(
+            params, tokens, capture_intermediates=lambda module, _: module.name == "softmax_fraction",
+            mutable="intermediates",
+        )  # fmt: skip
+        fraction = state["intermediates"]["groups"]["block_0"]["mixer"]["router"]["softmax_fraction"]["__call__"][0]
+        assert fraction.mean.shape == (2, 2)
+        nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], axis=-1)
+        return jnp.mean(nats) + 3.0 * jnp.mean(fraction.mean), jnp.mean(fraction.mean)
+
+    wanted, fraction = jax.jit(jax.grad(by_hand, has_aux=True))(params)
+    assert 0 < fraction < 1
+    given, (sums, penalty) = jax.jit(make_gradients(model, accumulate, 0, 0.0, 3.0))(params, batch, keys[0])
+    assert float(penalty / sums.weight) == pytest.approx(3 * float(fraction), rel=1e-5)
+    for a, b in zip(leaves(given), leaves(wanted), strict=True):
+        np.testing.assert_allclose(a / sums.weight, b, atol=2e-5 * np.abs(b).max())
+
+
+def test_a_routed_run_tells_what_each_layer_and_head_chose(corpus, tmp_path):
+    """And with it: rows read over the borders between documents, in training and when scored."""
+    config = text_config(corpus)
+    config.model.update(mixers=("nats_l",), depth=2, mlp="none")
+    with config.unlocked():
+        config.model.mixer_options = ROUTED
+    config.data.window, config.train.steps, config.train.signals_every = 3 * CHUNK, 3, 1
+    config.train.update(softmax_penalty=0.5, across_documents=True)
+    run = train.fit(config, tmp_path / "run")
+    rows = [row for row in metrics.read_rows(run.workdir) if "loss" in row]
+    for row in rows:
+        assert row["softmax_penalty"] == pytest.approx(0.5 * row["softmax_fraction_mean"], rel=1e-5)
+        means = [row["softmax_fraction/layer_00"], row["softmax_fraction/layer_01"]]
+        assert np.mean(means) == pytest.approx(row["softmax_fraction_mean"], rel=1e-5)
+        heads = [row[f"softmax_fraction/layer_01/head_{head}"] for head in (0, 1)]
+        assert np.mean(heads) == pytest.approx(means[1], rel=1e-5)
+    assert abs(rows[0]["loss"] - np.log(256)) < 0.2  # the penalty is not in it
+    whole = [{name: x for name, x in batch.items() if name != "segment_ids"} for batch in run.dataset.eval_batches()]
+    assert run.scores["loss"] == pytest.approx(evaluate.evaluate(run.model, run.params, whole)["loss"], rel=1e-6)
+
+
+def test_a_run_of_an_older_version_goes_on(corpus):
+    """Its config lacks fields that came later: as long as they are off, nothing has changed."""
+    config = train.plain(text_config(corpus))
+    saved = json.loads(json.dumps(config))
+    del saved["train"]["softmax_penalty"], saved["train"]["across_documents"]
+    settings.check_unchanged(saved, config, 3)
+    config["train"]["softmax_penalty"] = 0.1
+    with pytest.raises(ValueError, match="config.train.softmax_penalty: None in the checkpoint, 0.1 now"):
+        settings.check_unchanged(saved, config, 3)
 
 
 def test_scores_do_not_depend_on_the_batching(finished):

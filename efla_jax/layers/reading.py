@@ -1,6 +1,7 @@
 """What a mixer tells about itself, without carrying it in its result."""
 
-from typing import NamedTuple
+import re
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ class Spread(NamedTuple):
 
 
 NAMES = ("mean", "p05", "p50", "p95", "max")  # of the fields of a Spread in `signals`
+SOFTMAX_FRACTION = "softmax_fraction"  # of a router's chunks
 
 
 def quantiles(values: jax.Array, real: jax.Array) -> tuple[jax.Array, ...]:
@@ -89,18 +91,55 @@ def read_level_weights(weights, segment_ids) -> None:
     Reading(name="level_contrast")(apart / jnp.maximum(mean[..., 0], jnp.finfo(jnp.float32).tiny), segment_ids)
 
 
-def signals(captured) -> dict[str, jax.Array]:
-    """A few scalars float32 from captured intermediates of a mixer or a model, whose Spreads may be stacked by layer.
+def by_layer(path, leaf: Any, pattern: int) -> dict[int, Any]:
+    """{depth: its part} of what was captured at `path` in a model of `pattern` mixers, which blocks have stacked by
+    repetition: layer g * pattern + i is entry g of block_i. Empty for a mixer that is in no model."""
+    named = re.search(r"'(block|mixer)_(\d+)'", jax.tree_util.keystr(path))
+    if named is None:
+        return {}
+    place = int(named[2])
+    if named[1] == "mixer":  # of a classifier, which repeats nothing
+        return {place: leaf}
+    groups = jax.tree.leaves(leaf)[0].shape[0]
+    return {group * pattern + place: jax.tree.map(lambda x, g=group: x[g], leaf) for group in range(groups)}
 
-    "<quantity>_mean", "_p05", "_p50" and "_p95" are means over layers and heads of a head's statistic, "<quantity>_max"
-    is the largest value of all; quantities of one name are taken together. Empty when nothing was captured."""
-    found: dict[str, list[Spread]] = {}
+
+def spreads(captured) -> dict[str, list[tuple[Any, Spread]]]:
+    """{quantity: (path, Spread) of each Reading of that name} in captured intermediates."""
+    found: dict[str, list[tuple[Any, Spread]]] = {}
     for path, spread in jax.tree.leaves_with_path(captured, is_leaf=lambda leaf: isinstance(leaf, Spread)):
         if isinstance(spread, Spread):  # .../<quantity>/__call__/0
-            found.setdefault(path[-3].key, []).append(spread)
+            found.setdefault(path[-3].key, []).append((path, spread))
+    return found
+
+
+def is_softmax_fraction(module: nn.Module, _) -> bool:
+    """The `capture_intermediates` of a `mean_softmax_fraction`."""
+    return isinstance(module, Reading) and module.name == SOFTMAX_FRACTION
+
+
+def mean_softmax_fraction(captured) -> jax.Array:
+    """Mean over routed layers and routing heads of the part of the chunks that chose softmax: a float32 scalar with the
+    gradient of the choices."""
+    return jnp.mean(jnp.concatenate([jnp.ravel(spread.mean) for _, spread in spreads(captured)[SOFTMAX_FRACTION]]))
+
+
+def signals(captured, pattern: int = 1) -> dict[str, jax.Array]:
+    """Scalars float32 from captured intermediates of a mixer or a model of `pattern` mixers (see `by_layer`).
+
+    "<quantity>_mean", "_p05", "_p50" and "_p95" are means over layers and heads of a head's statistic, "<quantity>_max"
+    is the largest value of all; quantities of one name are taken together. Of the softmax fraction there are also the
+    means of each layer and head, softmax_fraction/layer_03 and softmax_fraction/layer_03/head_1, depth and heads from
+    0. Empty when nothing was captured."""
     scalars = {}
-    for quantity, spreads in sorted(found.items()):
-        for name, values in zip(NAMES, zip(*spreads, strict=True), strict=True):
+    found = spreads(captured)
+    for quantity, some in sorted(found.items()):
+        for name, values in zip(NAMES, zip(*(spread for _, spread in some), strict=True), strict=True):
             together = jnp.concatenate([jnp.ravel(value) for value in values])
             scalars[f"{quantity}_{name}"] = jnp.max(together) if name == "max" else jnp.mean(together)
+    for path, spread in found.get(SOFTMAX_FRACTION, ()):
+        for depth, fractions in by_layer(path, spread.mean, pattern).items():
+            layer = f"{SOFTMAX_FRACTION}/layer_{depth:02d}"
+            scalars[layer] = jnp.mean(fractions)
+            scalars |= {f"{layer}/head_{head}": fraction for head, fraction in enumerate(fractions)}
     return scalars

@@ -24,6 +24,8 @@ TRAIN: dict[str, int | float | str] = {
     "accumulate": 1,
     "loss_chunk": 0,
     "z_loss": 0.0,
+    "softmax_penalty": 0.0,
+    "across_documents": False,
     "log_every": 1,
     "signals_every": 0,
     "eval_every": 0,
@@ -42,7 +44,8 @@ TRAIN: dict[str, int | float | str] = {
 }
 PRECISIONS = ("tensorfloat32", "highest")  # of the float32 products of layers; operators name their own
 # What may differ between a run and its continuation: where and how it is computed, seen and kept, not what.
-FREE = {f"train.{name}" for name in TRAIN} - {"train.steps", "train.z_loss", "train.matmul_precision"} | {
+FIXED = {"steps", "z_loss", "softmax_penalty", "across_documents", "matmul_precision"}
+FREE = {f"train.{name}" for name in TRAIN if name not in FIXED} | {
     "mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.context", "data.path", "data.paths", "data.worker_count",
     "data.eval_batch_size", "data.verify", "model.remat", "model.scan",
 }  # fmt: skip
@@ -124,11 +127,12 @@ def build(config: Mapping[str, Any]) -> Parts:
                 f"{mesh.shape['context']}; set one that divides them, or 1."
             )
     model = build_model(config, dataset)
+    check_penalty(config)
     steps = {"total_steps": config["train"]["steps"]}
     optimizer, schedule = section(config, "optim", optim.make_optimizer, steps)
     begin = functools.partial(make_state, model, optimizer, config["seed"])
     placed = sharding.state_shardings(mesh, jax.eval_shape(begin))
-    fields = {name: config["train"][name] for name in ("accumulate", "loss_chunk", "z_loss")}
+    fields = {name: config["train"][name] for name in ("accumulate", "loss_chunk", "z_loss", "softmax_penalty")}
     step = make_step(model, optimizer, schedule, shardings=placed, **fields)
     return Parts(mesh, dataset, model, optimizer, begin, placed, step)
 
@@ -163,6 +167,16 @@ def check_train(options: Mapping[str, Any]) -> None:
         )
     if options["matmul_precision"] not in PRECISIONS:
         raise ValueError(f"config.train.matmul_precision: {options['matmul_precision']!r} is not one of {PRECISIONS}.")
+
+
+def check_penalty(config: Mapping[str, Any]) -> None:
+    """Raise ValueError for a penalty on the choices of a model that has none to make."""
+    penalty, mixers = config["train"]["softmax_penalty"], config["model"]["mixers"]
+    if penalty and "nats_l" not in mixers:
+        raise ValueError(
+            f"config.train.softmax_penalty: {penalty} is on the chunks that choose softmax, but no mixer of"
+            f" config.model.mixers={mixers} chooses. Set 0, or name nats_l among them."
+        )
 
 
 def check_best(options: Mapping[str, Any]) -> None:
@@ -225,6 +239,8 @@ def check_unchanged(saved: Mapping[str, Any], config: Mapping[str, Any], step: i
         for name in SECTIONS
         for key in sorted({*saved[name], *here[name]})
         if saved[name].get(key) != here[name].get(key) and f"{name}.{key}" not in free
+        # What runs of an older version lack and is off here is as it was.
+        and (name != "train" or key in saved[name] or here[name][key])
     ]
     if saved["seed"] != here["seed"]:
         changed.append(f"config.seed: {saved['seed']} in the checkpoint, {here['seed']} now")

@@ -10,7 +10,8 @@ import optax
 from flax import linen as nn
 
 from efla_jax import layers, optim
-from efla_jax.evaluate import batch_sums
+from efla_jax.evaluate import sums_and_readings
+from efla_jax.layers.reading import is_softmax_fraction, mean_softmax_fraction
 from efla_jax.model import LanguageModel
 
 
@@ -39,12 +40,21 @@ def microbatches(batch: Mapping[str, jax.Array], count: int) -> dict[str, jax.Ar
     return {name: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1) for name, x in batch.items()}
 
 
-def make_gradients(model: nn.Module, accumulate: int, loss_chunk: int, z_loss: float) -> Callable:
-    """(params, batch, key) -> (gradients of the summed loss, sums), one of `accumulate` microbatches after another."""
+def make_gradients(
+    model: nn.Module, accumulate: int, loss_chunk: int, z_loss: float, softmax_penalty: float
+) -> Callable:
+    """(params, batch, key) -> (gradients of the summed loss, (sums, summed penalty)), one of `accumulate` microbatches
+    after another."""
+    capture = is_softmax_fraction if softmax_penalty else False
 
     def summed(params, part, key):
-        sums = batch_sums(model, params, part, rngs={"dropout": key}, chunk=loss_chunk, z_loss=z_loss)
-        return sums.loss + sums.z, sums
+        sums, readings = sums_and_readings(
+            model, params, part, {"dropout": key}, chunk=loss_chunk, z_loss=z_loss, capture=capture
+        )
+        penalty = jnp.zeros(())
+        if softmax_penalty:
+            penalty = sums.weight * softmax_penalty * mean_softmax_fraction(readings)
+        return sums.loss + sums.z + penalty, (sums, penalty)
 
     gradient = jax.grad(summed, has_aux=True)
     if accumulate == 1:
@@ -71,22 +81,24 @@ def make_step(
     accumulate: int = 1,
     loss_chunk: int = 0,
     z_loss: float = 0.0,
+    softmax_penalty: float = 0.0,
     shardings: TrainState | None = None,
 ) -> Callable:
     """The jitted, donated (state, batch) -> (state, report): one optimiser step on the mean loss of the batch.
 
     accumulate    microbatches whose gradients are summed first; the result is that of one batch of all rows
     loss_chunk, z_loss    see `losses.cross_entropy`
+    softmax_penalty    times the mean part of chunks that chose softmax in routed mixers, added to the mean loss
     shardings     of the state that comes in and goes out (see `sharding.state_shardings`); None: as it comes
 
     report: float32 scalars. A step whose gradient is not finite changes nothing but the counters; "first_bad" is then
     the index in `optim.leaf_names(params)` of the first gradient that was not, else -1."""
-    gradients = make_gradients(model, accumulate, loss_chunk, z_loss)
+    gradients = make_gradients(model, accumulate, loss_chunk, z_loss, softmax_penalty)
     placed = {} if shardings is None else {"out_shardings": (shardings, None)}
 
     @functools.partial(jax.jit, donate_argnums=0, **placed)
     def step(state: TrainState, batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        grads, sums = gradients(state.params, batch, jax.random.fold_in(state.key, state.step))
+        grads, (sums, penalty) = gradients(state.params, batch, jax.random.fold_in(state.key, state.step))
         weight = jnp.maximum(sums.weight, 1.0)
         grads = jax.tree.map(lambda g: g / weight, grads)
         if shardings is not None:  # summed where they are used: reduce-scattered, not reduced everywhere
@@ -105,6 +117,8 @@ def make_step(
         report |= {f"grad_norm/{name}": norm for name, norm in optim.group_norms(grads).items()}
         if z_loss:
             report["z_loss"] = sums.z / weight
+        if softmax_penalty:
+            report["softmax_penalty"] = penalty / weight
         return TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state, state.key), report
 
     return step
@@ -122,6 +136,6 @@ def make_signals(model: nn.Module, accumulate: int = 1) -> Callable:
             params, batch["tokens"], segment_ids=batch.get("segment_ids"), method=model.features,
             capture_intermediates=lambda module, _: isinstance(module, layers.Reading), mutable="intermediates",
         )  # fmt: skip
-        return layers.signals(captured["intermediates"])
+        return layers.signals(captured["intermediates"], len(model.mixers))
 
     return signals
