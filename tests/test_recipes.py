@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from configs import lm_1b3, lm_340m, lm_log_linear
+from configs import lm_1b3, lm_340m, lm_books, lm_log_linear
 from efla_jax import optim, sharding
 from efla_jax.layers import MIXERS
 from efla_jax.layers.level_weights import LevelOptions
@@ -184,3 +184,31 @@ def test_the_adaptive_model_traces():
     assert found["x_proj"]["kernel"].shape == (6, 512, 512) and found["D"].shape == (6, 8)
     assert {"hidden", "out", "out_bias", "level_proj"} == set(found["level_weights"])
     settings.section(config, "optim", optim.make_optimizer, {"total_steps": config["train"]["steps"]})
+
+
+@pytest.mark.parametrize("name", lm_books.MODELS)
+def test_the_models_of_books_are_of_one_size(name):
+    """About 36M parameters, by hand; 800 steps; softmax layers are 3, 7 and 11."""
+    config = settings.plain(lm_books.get_config(name))
+    settings.check_train(config["train"])
+    settings.check_penalty(config)
+    model = settings.build_model(config, types.SimpleNamespace(kind="tokens", vocab_size=VOCABULARY))
+    params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 4), jnp.int32))
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    width, keys, values = 384, 2 * 128, 2 * 256
+    # q, k; v, gate, o; a and beta; taps; A and dt
+    delta = 2 * width * keys + 3 * width * values + 2 * 2 * width + 4 * (2 * keys + values) + 2 * 2
+    mixers = {
+        "gated_delta_net": delta + 256,
+        "nats_l": delta + 2 * 2 * width + 2 * 4 * keys + 2 * (64 + 128),  # routes, merge, norms of 4 heads
+        "attention": 4 * width**2 + 2 * 64,
+    }
+    layers = model.mixers * (12 // len(model.mixers))
+    assert count == VOCABULARY * width + width + sum(mixers[m] + 3 * width * 1024 + 2 * width for m in layers)
+    assert count == pytest.approx(36e6, rel=0.07)
+    (row,) = (line for line in lm_books.__doc__.splitlines() if line.startswith(f"| {name} |"))
+    assert row.endswith(f"| {count:,} |")
+    softmax, others, rope_base = lm_books.MODELS[name]
+    assert layers == tuple(softmax if layer in (3, 7, 11) else others for layer in range(12))
+    assert all(options.get("rope_base", rope_base) == rope_base for options in model.mixer_options.values())
+    assert config["data"]["batch_size"] * config["data"]["window"] * config["train"]["steps"] == 104857600
