@@ -7,15 +7,17 @@ import itertools
 import math
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import linen as nn
 
 from efla_jax import layers, metrics
-from efla_jax.losses import Sums, cross_entropy, weighted_sums
+from efla_jax.losses import PIECE_BYTES, Sums, cross_entropy, weighted_sums
 from efla_jax.model import LanguageModel, SequenceClassifier
 from efla_jax.ops.segments import positions
 
@@ -117,6 +119,78 @@ def evaluate_slices(
     return means | {f"accuracy/{name}": scores["accuracy"] for name, scores in each.items()}
 
 
+class TokenScores(NamedTuple):
+    """Of each target: its negative log-likelihood, nats float32, and whether it was the most likely token."""
+
+    nats: Any
+    right: Any
+
+
+@functools.partial(jax.jit, static_argnames=("model", "chunk"))
+def token_scores(
+    model: nn.Module, params, tokens, targets, places=None, cache=None, *, chunk: int = 0
+) -> tuple[TokenScores, Any]:
+    """Scores [B, N] of the targets [B, N] that follow tokens [B, T] at `places` [B, N] (None: everywhere, N = T), and
+    the cache after the tokens (None without one). Logits of `chunk` targets of each row exist at once; 0: 256 MiB."""
+    x, after = model.apply(params, tokens, None, cache, method="features")
+    if places is not None:
+        x = jnp.take_along_axis(x, places[..., None], axis=1)
+
+    def score(at):
+        x, ids = at
+        logits = cast(jax.Array, model.apply(params, x, method="logits"))
+        nats = optax.softmax_cross_entropy_with_integer_labels(logits, ids)
+        return TokenScores(nats, jnp.argmax(logits, axis=-1) == ids)
+
+    chunk = chunk or max(1, PIECE_BYTES // (4 * len(tokens) * model.vocab_size))
+    scores = jax.lax.map(score, (x.swapaxes(0, 1), targets.T), batch_size=min(chunk, x.shape[1]))
+    return jax.tree.map(jnp.transpose, scores), None if cache is None else after
+
+
+def losses_by_position(model: nn.Module, params, rows: np.ndarray, *, piece: int = 0, chunk: int = 0) -> np.ndarray:
+    """nats [B, T] of the T targets of rows [B, T + 1] of tokens, each the beginning of a document or taken for one.
+
+    piece > 0 reads that many tokens at a time and carries the cache on: the same numbers, in the memory of a piece and
+    of the cache. chunk as in `token_scores`."""
+    time = rows.shape[1] - 1
+    if not 0 < piece < time:
+        scores, _ = token_scores(model, params, rows[:, :-1], rows[:, 1:], chunk=chunk)
+        return np.asarray(scores.nats)
+    cache, nats = model.init_cache(len(rows), max_length=time), []
+    for start in range(0, time, piece):
+        stop = min(start + piece, time)
+        tokens, targets = rows[:, start:stop], rows[:, start + 1 : stop + 1]
+        scores, cache = token_scores(model, params, tokens, targets, cache=cache, chunk=chunk)
+        nats.append(scores.nats)
+    return np.concatenate(jax.device_get(nats), axis=1)
+
+
+def position_ends(length: int, width: int, first: int = 64) -> list[int]:
+    """Where bins of `length` positions end: at powers of two from `first` on, at multiples of `width`, at the end."""
+    powers = (1 << i for i in range((first - 1).bit_length(), length.bit_length()))
+    return sorted({*powers, *range(width, length, width), length})
+
+
+def binned(losses: np.ndarray, ends: Sequence[int], count: int) -> list[dict[str, int | float]]:
+    """Rows {"position_end", "loss", "count"} of losses [T] that are means over `count` rows; a bin goes from the end of
+    the one before it."""
+    edges = list(zip([0, *ends[:-1]], ends, strict=True))
+    return [{"position_end": b, "loss": float(np.mean(losses[a:b])), "count": count * (b - a)} for a, b in edges]
+
+
+def answer_scores(model: nn.Module, params, batch: Mapping[str, np.ndarray], *, chunk: int = 0) -> dict[str, Any]:
+    """Of each row of a batch {"tokens", "places", "targets", "mask"} (`data.needle.lay_out`), [B]: "accuracy", 1 where
+    greedy decoding would say the whole answer, "nats" and "token_accuracy", means over the answer's tokens.
+
+    In one pass: greedy decoding says the answer exactly if each of its tokens, after those before it, is the most
+    likely."""
+    scores, _ = token_scores(model, params, batch["tokens"], batch["targets"], batch["places"], chunk=chunk)
+    mask = batch["mask"]
+    nats, right = (np.asarray(x, np.float64) for x in scores)
+    share = (right * mask).sum(1) / mask.sum(1)
+    return {"accuracy": share == 1, "nats": (nats * mask).sum(1) / mask.sum(1), "token_accuracy": share}
+
+
 def level_weights(model: nn.Module, params, batch: Mapping[str, Any]) -> dict[int, np.ndarray]:
     """{depth: level weights [B, T, H, L] float32} of every log-linear mixer of a model on one batch (see `batch_sums`).
 
@@ -151,7 +225,7 @@ def live_levels(segment_ids: np.ndarray, levels: int) -> np.ndarray:
     Level 0 is the token itself; level l >= 1 is there where bit l - 1 of the position in the document is set, the last
     one where any bit from there on is."""
     (batch, time), level = segment_ids.shape, np.arange(levels)
-    position = np.asarray(positions(batch, time, jax.numpy.asarray(segment_ids)))
+    position = np.asarray(positions(batch, time, jnp.asarray(segment_ids)))
     bits = position[..., None] >> np.maximum(level - 1, 0)
     live = np.where(level == levels - 1, bits > 0, bits & 1 > 0) | (level == 0)
     return live & (segment_ids != 0)[..., None]

@@ -4,7 +4,6 @@ refused."""
 import re
 import sys
 from collections.abc import Callable
-from typing import Any
 
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
@@ -50,21 +49,21 @@ def check(argv: list[str], required: tuple[str, ...] = ("config", "workdir")) ->
         stop(f"--config={file}: this experiment file cannot be loaded (is the path right, seen from here?).")
 
 
-def run(main: Callable[[Any], None], parser: Callable[[list[str]], Any] = parse) -> None:
-    """Run main(parser(argv)). Wrong input, files or numbers and a missing extra are one line and exit status 1."""
+def run(main: Callable[[list[str]], None]) -> None:
+    """Run main(argv). What is wrong with input, files, numbers or a missing extra is one line and exit status 1."""
 
-    def guarded(parsed: Any) -> None:
+    def guarded(argv: list[str]) -> None:
         if not flags.FLAGS["verbosity"].present:  # orbax and grain tell every step they take
             logging.set_verbosity(logging.WARNING)
         try:
-            main(parsed)
+            main(argv)
         except (ValueError, FloatingPointError, OSError, ImportError, RuntimeError) as error:
             if flags.FLAGS.traceback:
                 raise
             print(f"error: {error}\n(--traceback shows where)", file=sys.stderr)
             raise SystemExit(1) from None
 
-    app.run(guarded, flags_parser=parser)
+    app.run(guarded, flags_parser=parse)
 
 
 flags.DEFINE_bool("traceback", False, "show the whole traceback of an error")
