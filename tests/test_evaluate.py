@@ -66,7 +66,9 @@ def test_answers_are_scored_where_they_stand(tiny):
         rows[0, at + 1] = np.argmax(direct(model, params, rows)[1][0, at])
     wanted, logits = direct(model, params, rows)
     prompts = [needle.Prompt(rows[0], 17, ""), needle.Prompt(rows[1, :19], 17, "")]
-    found = evaluate.answer_scores(model, params, needle.lay_out(prompts, 24))
+    batch = needle.lay_out(prompts, 24)
+    batch["targets"][1, 2:] = np.argmax(logits[1, 0])  # what is no answer is right, and does not count
+    found = evaluate.answer_scores(model, params, batch)
     assert found["accuracy"].tolist() == [True, False]
     np.testing.assert_allclose(found["nats"], [wanted[0, 16:].mean(), wanted[1, 16:18].mean()], rtol=1e-4)
     right = np.argmax(logits[1, 16:18], axis=1) == rows[1, 17:19]
@@ -135,24 +137,27 @@ def table(file):
 
 def test_per_position_of_text_and_of_shards(byte_run, tmp_path):
     folder, model, params = byte_run
-    texts = ["".join(np.random.default_rng(i).choice(list("abc def"), size)) for i, size in enumerate((230, 90, 150))]
+    texts = [
+        "".join(np.random.default_rng(i).choice(list("abc def"), size)) for i, size in enumerate((60, 230, 90, 150))
+    ]
     (tmp_path / "long.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     words = ["--length=70", "--rows=9", "--bin=30", "--batch_tokens=300"]
     program.main(["per_position", f"--run={folder}", f"--data={tmp_path / 'long.jsonl'}", *words])
     rows = table(folder / "per_position.csv")
     tokens = [[*texts[which].encode()][start : start + 71] for start, which in
-              ((0, 0), (0, 1), (0, 2), (70, 0), (70, 2), (140, 0))]  # fmt: skip
-    wanted = direct(model, params, np.array(tokens, np.int32))[0].mean(0)
+              ((0, 1), (0, 2), (0, 3), (70, 1), (70, 3), (140, 1))]  # fmt: skip
+    each = direct(model, params, np.array(tokens, np.int32))[0]
+    bins = (0, 30), (30, 60), (60, 64), (64, 70)
     assert [(row["position_end"], row["count"]) for row in rows] == [(30, 180), (60, 180), (64, 24), (70, 36)]
-    means = [wanted[a:b].mean() for a, b in ((0, 30), (30, 60), (60, 64), (64, 70))]
-    np.testing.assert_allclose([row["loss"] for row in rows], means, rtol=1e-5)
+    np.testing.assert_allclose([row["loss"] for row in rows], [each[:, a:b].mean() for a, b in bins], rtol=1e-5)
 
     prepare.prepare(prepare.Preparation(str(tmp_path / "long.jsonl"), valid_fraction=0.0), str(tmp_path / "shards"),
                     workers=0, progress=False)  # fmt: skip
-    more = ["--split=train", "--piece=32", f"--out={tmp_path / 'out'}"]
+    more = ["--split=train", "--piece=32", "--rows=3", f"--out={tmp_path / 'out'}"]
     step = folder / "checkpoints" / "3"
     program.main(["per_position", f"--run={step}", f"--data={tmp_path / 'shards'}", *words, *more])
-    np.testing.assert_allclose([row["loss"] for row in table(tmp_path / "out" / "per_position.csv")], means, rtol=1e-4)
+    losses = [row["loss"] for row in table(tmp_path / "out" / "per_position.csv")]
+    np.testing.assert_allclose(losses, [each[:3, a:b].mean() for a, b in bins], rtol=1e-4)
 
 
 def test_needles_of_a_run(byte_run, capsys):
