@@ -18,6 +18,11 @@ tokens are drawn as means over consecutive ones.
     python -m experiments.report recall --runs=runs/recall --out=experiments/results/recall
 
 A sweep of associative recall (configs/adaptive_decay.py), trained length and beyond: runs.csv, table.md, recall.png.
+
+    python -m experiments.report books --runs=runs/books --out=experiments/results/books
+
+Language models side by side (configs/lm_books.py): table.md; training.png, losses and softmax fractions over training;
+length.png, what `experiments.evaluate` found over positions and lengths of a prompt.
 """
 
 import csv
@@ -32,10 +37,10 @@ from absl import app, flags
 
 from efla_jax import evaluate, metrics
 from efla_jax.train import loop
-from experiments import recall_report
+from experiments import books_report, recall_report
 from experiments.runs import restored
 
-RUNS = flags.DEFINE_string("runs", None, "corruption, recall: folder whose sub-folders are finished runs")
+RUNS = flags.DEFINE_string("runs", None, "corruption, recall, books: folder whose sub-folders are finished runs")
 SHOW = flags.DEFINE_list("show", [], "corruption: labels to draw; all by default")
 OUT = flags.DEFINE_string("out", None, "folder to write to, or for level_weights a .png")
 CHECKPOINT = flags.DEFINE_string("checkpoint", None, "level_weights: a run's folder, or that of one of its steps")
@@ -242,10 +247,15 @@ def recall() -> None:
     recall_report.write(pathlib.Path(RUNS.value), pathlib.Path(OUT.value))
 
 
+def books() -> None:
+    books_report.write(pathlib.Path(RUNS.value), pathlib.Path(OUT.value))
+
+
 # Of each command: what it runs, the flags that it needs, and those that it takes too.
 COMMANDS = {
     "corruption": (corruption, (RUNS, OUT), (SHOW,)),
     "recall": (recall, (RUNS, OUT), ()),
+    "books": (books, (RUNS, OUT), ()),
     "level_weights": (level_weights, (CHECKPOINT, OUT), (DATA, SPLIT, BATCH, ROWS, TEXT, TOKENS, LAYERS, HEAD_LIST)),
 }
 

@@ -17,7 +17,7 @@ from configs import quickstart, smnist
 from efla_jax import evaluate, train
 from efla_jax.checkpoint import Checkpointer
 from efla_jax.train import settings
-from experiments import report, sweep
+from experiments import books_report, report, sweep
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = ("experiments.train", "--config=configs/quickstart.py:efla")
@@ -301,3 +301,45 @@ def test_a_panel_of_many_tokens_has_the_means_of_those_that_have_the_level():
     panel = report.drawn(values, live, "", [])
     assert panel.step == 4 and panel.values.shape == (275, 4)
     assert panel.values[2].tolist() == [9.5, 10.0, 10.5, 9.5] and np.isnan(panel.values[0, 3])
+
+
+def book_run(folder, *, routed=(), positions=(), needles=()):
+    """A run of a language model that ended at step 20."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"data": {"kind": "tokens"}}))
+    chosen = {f"softmax_fraction/layer_{depth:02d}": 0.1 * depth for depth in routed}
+    chosen |= {f"{name}/head_0": 0.9 for name in chosen} | ({"softmax_fraction_mean": 0.25} if routed else {})
+    rows = [{"step": 10, "loss": 4.0, **chosen}, {"step": 20, "loss": 3.0, **chosen}]
+    rows.append({"step": 20, "valid_loss": 3.5, "valid_bits_per_byte": 1.25})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, columns, table in (
+        ("per_position", "position_end,loss,count", positions),
+        ("needle", "length,depth,accuracy,nats,nats_without,count,token_accuracy", needles),
+    ):
+        if table:
+            (folder / f"{name}.csv").write_text("\n".join([columns, *(",".join(map(str, row)) for row in table)]))
+
+
+def test_books_side_by_side(tmp_path, capsys):
+    """Means over what was counted; what a run lacks is said, left out of its line and of the pictures."""
+    positions = [(512, 9, 512), (1024, 5, 512), (1536, 4, 30), (2048, 2, 10), (3000, 7, 5)]
+    needles = [(1024, 0, 0.5, 1.0, 6.0, 10), (1024, 100, 0.0, 4.0, 9.0, 20), (2048, 0, 1.0, 0.25, 7.0, 5)]
+    book_run(tmp_path / "runs" / "routed", routed=(3, 11), positions=positions, needles=[(*n, 0.5) for n in needles])
+    book_run(tmp_path / "runs" / "plain")
+    found = books_report.read(tmp_path / "runs")
+    assert "runs/plain/needle.csv is missing: left out" in capsys.readouterr().out
+    lines = books_report.table(found).splitlines()
+    cells = "3.500 | 1.250 | 0.250 | 5.000 | 3.500 | 17 (3.00, 8.00) | 100 (0.25, 7.00)"
+    assert lines[0].endswith("| softmax | 512 to 1024 | 1024 to 2048 | needle 1024 | needle 2048 |")
+    assert lines[2:] == ["| plain | 20 | 3.500 | 1.250 |  |  |  |  |  |", f"| routed | 20 | {cells} |"]
+    training, held_out, choice = books_report.over_training(found)
+    assert list(training.lines) == list(held_out.lines) == ["plain", "routed"]
+    assert choice.lines == {"layer 3": ([10, 20], [0.1 * 3] * 2), "layer 11": ([10, 20], [0.1 * 11] * 2)}
+    by_position, right, nats = books_report.over_length(found)
+    assert by_position.lines["routed"] == ((512, 1024, 1536, 2048, 3000), (9, 5, 4, 2, 7))
+    assert right.lines == {"routed": ([1024, 2048], [pytest.approx(100 / 6), 100])}
+    reported("books", runs=str(tmp_path / "runs"), out=str(tmp_path / "out"))
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"table.md", "training.png", "length.png"}
+    (tmp_path / "runs" / "plain" / "needle.csv").write_text("length,depth\n1,2\n")
+    with pytest.raises(ValueError, match="plain/needle.csv: no column 'accuracy'"):
+        books_report.read(tmp_path / "runs")
