@@ -18,7 +18,7 @@ DECAYED_NAMES = frozenset(("kernel", "embedding"))
 EXEMPT = re.compile(r"(^|_)(conv|pos|position|positions)(_|\d|$)")
 # Kernels that are not hidden matrices: first and last layers, and gates, whose outputs are numbers per head.
 OUTER = frozenset(("embed", "front", "position", "lm_head", "head"))
-GATES = frozenset(("a_proj", "b_proj", "dt_proj", "level_weights"))
+GATES = frozenset(("a_proj", "b_proj", "dt_proj", "level_weights", "mix_proj", "router"))
 SCHEDULES = ("cosine", "constant", "wsd")
 ALGORITHMS = ("adamw", "muon")
 DECAYS = ("matrices", "all")

@@ -14,6 +14,7 @@ from flax import nnx
 from efla_jax.layers import MIXERS, Reading, Spread, signals
 from efla_jax.layers.cache import RecurrentCache, carry_on, continues
 from efla_jax.layers.initializers import softplus_inverse
+from efla_jax.layers.nats_l import NATSLCache
 from efla_jax.model import LanguageModel
 from efla_jax.ops import FenwickState
 from tests.oracle import relative_rms
@@ -23,13 +24,14 @@ OPTIONS = {name: {"width": WIDTH, "num_heads": 2} for name in MIXERS}
 LOG_LINEAR = tuple(name for name in MIXERS if name.startswith("log_linear"))
 for name in ("mamba2", "log_linear_mamba2"):
     OPTIONS[name]["state_dim"] = 8
+OPTIONS["nats_l"]["chunk_size"] = 16  # documents of 21 tokens fill one up
 for name in LOG_LINEAR:  # four levels: documents of 21 tokens pass the last one
     OPTIONS[name]["levels"] = 4
 DELTA = ("delta_net", "efla", "gated_delta_net", "gated_efla")
 # One of each operator, flat and with levels, is compiled a chunk at a time where gradients are asked for: tests of the
 # operators have every one of them so, and the recurrence is what compiles soon.
 CHUNKED = ("gated_efla", "log_linear_mamba2")
-DECAYING = ("gated_delta_net", "gated_efla", "mamba2", "log_linear_mamba2", "log_linear_gated_delta_net")
+DECAYING = ("gated_delta_net", "gated_efla", "mamba2", "log_linear_mamba2", "log_linear_gated_delta_net", "nats_l")
 
 # Float32 against float32: another order of the same sums through norm, gate and projection, at most 21 tokens deep.
 CLOSE = 2e-5
@@ -51,14 +53,33 @@ def fresh(mixer, batch=BATCH):
 def started(mixer):
     """A fresh cache whose recurrent parts hold something, as a learned or handed-over initial state would."""
     cache = fresh(mixer)
+    rng = np.random.default_rng(6)
+    if isinstance(cache, NATSLCache):  # rows that stand at 29 and 38: of one and two chunks, 1 and 2 pages are in use
+        drawn = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), a.dtype), cache)
+        position, owner = jnp.asarray([29, 38], jnp.int32), jnp.asarray([[1] * 6, [0, 1] * 3], jnp.int32)
+        counts = {"owner": owner, "weight": jnp.ones((BATCH, 6)), "pages": jnp.asarray([1, 2], jnp.int32)}
+        kv, state = drawn.kv._replace(**counts, position=position), drawn.state._replace(position=position)
+        return drawn._replace(kv=kv, state=state, segment=cache.segment)
     if not isinstance(cache, RecurrentCache):
         return cache
-    rng = np.random.default_rng(6)
     conv, state = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), a.dtype), (cache.conv, cache.state))
     if isinstance(state, FenwickState):  # rows that stand at 6 and 5, where those levels are live that their bits say
         live = jnp.asarray([[0, 0, 1, 1], [0, 1, 0, 1]], jnp.float32)
         state = FenwickState(live[:, None, :, None, None] * state.states, jnp.asarray([6, 5], jnp.int32))
     return cache._replace(conv=conv, state=state)
+
+
+def in_use(cache):
+    """The cache with zeros where nats_l keeps what nothing reads: behind the open chunk's tokens and the last page."""
+    if not isinstance(cache, NATSLCache):
+        return cache
+    kv = cache.kv
+    some = {
+        name: jax.vmap(lambda x, n: jnp.where(jnp.arange(len(x)).reshape(-1, *(1,) * (x.ndim - 1)) < n, x, 0))(x, n)
+        for names, n in (("k v owner weight", kv.pages), ("open_k open_v", kv.position % 16))
+        for name, x in ((name, getattr(kv, name)) for name in names.split())
+    }
+    return cache._replace(kv=kv._replace(**some))
 
 
 def inputs(time=TIME, batch=BATCH, seed=0):
@@ -120,6 +141,7 @@ def test_pieces_of_any_length_are_one_pass_with_gradients(name):
     def results(run):
         def total(params, x, cache):
             y, after = run(params, x, cache)
+            after = in_use(after)
             return jnp.sum(y * weight) + sum(jnp.sum(jnp.sin(leaf)) for leaf in floating(after)), (y, after)
 
         grad = jax.grad(total, argnums=(0, 1, 2), has_aux=True, allow_int=True)
@@ -136,7 +158,7 @@ def test_without_ids_every_token_goes_on_with_the_cached_document(name):
     params, x = parameters(name), inputs()
     y, cache = applied(name)(params, x, jnp.ones((BATCH, TIME), jnp.int32), fresh(make(name)))
     y_plain, cache_plain = applied(name)(params, x, None, fresh(make(name)))
-    tree_close((y_plain, cache_plain), (y, cache))
+    tree_close((y_plain, in_use(cache_plain)), (y, in_use(cache)))
     y_alone, _ = applied(name)(params, x)
     assert relative_rms(y_alone, y) <= CLOSE
 
@@ -153,7 +175,7 @@ def test_structure_shapes_and_dtypes_of_the_cache_never_change(name, dtype):
         assert (y.shape, y.dtype) == ((BATCH, time, WIDTH), jnp.dtype(dtype))
         assert jax.tree.structure(after) == jax.tree.structure(cache)
         assert jax.tree.map(lambda a: (a.shape, a.dtype), after) == shapes
-    if isinstance(cache, RecurrentCache):
+    if name != "attention":
         assert jax.tree.leaves(cache.state)[0].dtype == jnp.float32
 
 
@@ -171,7 +193,8 @@ def test_decoding_is_a_scan_and_no_tokens_change_nothing(name):
         return jnp.moveaxis(y, 0, 1), cache
 
     whole = applied(name)(params, x, None, fresh(mixer))
-    tree_close(decode(params, x, fresh(mixer)), whole)
+    y, after = decode(params, x, fresh(mixer))
+    tree_close((y, in_use(after)), (whole[0], in_use(whole[1])))
     y, after = applied(name)(params, x[:, :0], None, whole[1])
     assert y.shape == (BATCH, 0, WIDTH)
     tree_close(after, whole[1], 0.0)
@@ -219,7 +242,7 @@ def test_where_padding_stands_and_who_else_is_in_the_batch_do_not_matter(name):
         ids = np.zeros((BATCH, TIME), np.int32)
         padded[0, at], ids[0, at], ids[1] = row, 1, 1
         y, cache = applied(name)(params, jnp.asarray(padded), jnp.asarray(ids), fresh(make(name)))
-        results.append((y[0, at], jax.tree.map(lambda leaf: leaf[0], cache)))
+        results.append((y[0, at], jax.tree.map(lambda leaf: leaf[0], in_use(cache))))
         swapped, _ = applied(name)(params, jnp.asarray(padded[::-1]), jnp.asarray(ids[::-1]), fresh(make(name)))
         assert relative_rms(swapped[1], y[0]) <= CLOSE
     for other in results[1:]:
@@ -229,17 +252,18 @@ def test_where_padding_stands_and_who_else_is_in_the_batch_do_not_matter(name):
 @pytest.mark.parametrize("name", MIXERS)
 def test_a_call_that_begins_another_document_drops_the_old_state(name):
     """Row 0 goes on with document 1, row 1 begins document 2; and a row of padding keeps what it had."""
-    params, first, then = parameters(name), inputs(5), inputs(5, seed=5)
+    params, first, then = parameters(name), inputs(), inputs(seed=5)
     run, none = applied(name), fresh(make(name))
-    _, cache = run(params, first, jnp.ones((BATCH, 5), jnp.int32), none)
-    ids = jnp.asarray([[1] * 5, [2] * 5], jnp.int32)
+    _, cache = run(params, first, jnp.ones((BATCH, TIME), jnp.int32), none)
+    ids = jnp.asarray([[1] * TIME, [2] * TIME], jnp.int32)
     y, after = run(params, then, ids, cache)
     on, on_cache = run(params, then, None, cache)
     begun, begun_cache = run(params, then, ids, none)
+    after, on_cache, begun_cache = map(in_use, (after, on_cache, begun_cache))
     tree_close((y[0], jax.tree.map(lambda a: a[0], after)), (on[0], jax.tree.map(lambda a: a[0], on_cache)))
     tree_close((y[1], jax.tree.map(lambda a: a[1], after)), (begun[1], jax.tree.map(lambda a: a[1], begun_cache)))
     assert relative_rms(on[1], begun[1]) > 1e-2  # the old document would have shown
-    y, kept = run(params, then, jnp.zeros((BATCH, 5), jnp.int32), cache)
+    y, kept = run(params, then, jnp.zeros((BATCH, TIME), jnp.int32), cache)
     assert not np.any(y)
     tree_close(kept, cache, 0.0)
 
@@ -350,7 +374,7 @@ def test_parameters_are_float32_and_products_may_be_bfloat16(name):
     assert named == ({"A_log", "dt_bias"} if name in DECAYING else set()) | ({"D"} if "mamba2" in name else set())
 
 
-@pytest.mark.parametrize("name", ["attention", "efla", "mamba2", "log_linear_gated_delta_net"])
+@pytest.mark.parametrize("name", ["attention", "efla", "mamba2", "log_linear_gated_delta_net", "nats_l"])
 def test_as_an_nnx_module(name):
     params, x = parameters(name), inputs()
     wrapped = nnx.bridge.ToNNX(make(name), rngs=nnx.Rngs(0)).lazy_init(x)
@@ -365,7 +389,7 @@ def test_as_an_nnx_module(name):
 
 @pytest.mark.parametrize("name", DECAYING)
 def test_decay_parameters_begin_where_the_papers_say(name):
-    mixer = make(name, num_heads=64, head_dim=1)
+    mixer = make(name, num_heads=64, head_dim=2)
     p = jax.jit(mixer.init)(jax.random.key(7), inputs(2))["params"]
     rate, dt = np.exp(p["A_log"]), np.asarray(softplus(p["dt_bias"]))
     low = 1.0 if "mamba2" in name else 0.0

@@ -1,5 +1,7 @@
 """NAtS-L: the router in numpy, the mixer with forced choices against its neighbours, its routing gradients against a
-layer with real-valued masks in float64, documents, causality, sizes."""
+layer with real-valued masks in float64, documents, causality, decoding across borders, sizes.
+
+What holds for every mixer (pieces, caches, padding, meshes, FLOPs) is tested with the others."""
 
 import functools
 import types
@@ -13,11 +15,9 @@ import pytest
 
 from configs import lm_nats_l
 from efla_jax import sharding
-from efla_jax.flops import forward_flops_per_token
 from efla_jax.layers import MIXERS, Reading, Router, router
-from efla_jax.layers.router import chunk_means, straight_through
-from efla_jax.model import LanguageModel
-from efla_jax.ops.document_chunks import document_chunks
+from efla_jax.layers.nats_l import LINEAR, SOFTMAX
+from efla_jax.layers.router import straight_through
 from efla_jax.train import settings
 from tests import oracle
 from tests.oracle import relative_rms
@@ -51,6 +51,15 @@ def forced(choice):
     return mock.patch.object(router, "straight_through", logits)
 
 
+def routed(x):
+    """What the router chooses for the full chunks of x, [B, N, R], none of them as close as rounding."""
+    whole = x.shape[1] // SIZE
+    pooled = np.asarray(x)[:, : whole * SIZE].reshape(len(x), whole, SIZE, WIDTH).mean(2)
+    logits = (pooled @ parameters()["params"]["router"]["route_proj"]["kernel"]).reshape(len(x), whole, HEADS, 2)
+    assert np.abs(logits[..., 1] - logits[..., 0]).min() > 1e-4
+    return np.where(logits[..., 1] > logits[..., 0], LINEAR, SOFTMAX)
+
+
 def applied(mixer, params, x):
     """Outputs, compiled anew in every call: a choice may be forced in one and not in the next."""
     return jax.jit(lambda params, x: mixer.apply(params, x)[0], compiler_options=QUICKLY)(params, x)
@@ -58,21 +67,6 @@ def applied(mixer, params, x):
 
 def entries(value, time=TIME):
     return np.full((BATCH, -(-time // SIZE), HEADS), value)
-
-
-def test_the_pooled_mean_is_of_the_real_tokens_of_full_chunks():
-    ids = np.repeat([[1, 2, 3], [1, 1, 4]], [20, 3, 30], axis=1)
-    ids[0, [0, 1, 7, 30]] = 0
-    x = np.asarray(inputs())
-    chunk, _, entry = oracle.document_chunks(ids, SIZE)
-    means = np.zeros((BATCH, 4, WIDTH))
-    for b, t in zip(*np.nonzero(entry >= 0), strict=True):
-        means[b, entry[b, t]] += x[b, t] / SIZE
-    assert np.any(means[:, 1]) and len(set(chunk[0])) > 4
-    found = jax.jit(lambda x: chunk_means(x, document_chunks(BATCH, TIME, SIZE, jnp.asarray(ids)), SIZE))(x)
-    assert relative_rms(found, means) <= CLOSE
-    half = chunk_means(jnp.asarray(x, jnp.bfloat16), document_chunks(BATCH, TIME, SIZE), SIZE)
-    assert half.dtype == jnp.float32 and not np.any(half[:, 3])  # the last chunk does not fill up
 
 
 def test_the_choice_is_hard_and_its_gradient_soft():
@@ -89,10 +83,11 @@ def test_noise_comes_with_a_dropout_rng_only_and_draws_the_softmax():
     x = jnp.ones((400, SIZE, 1))
     params = {"params": {"route_proj": {"kernel": jnp.asarray([[1.0, 0.0]])}}}
     run = Router(1, SIZE, gumbel=True).apply
-    assert np.all(np.asarray(run(params, x))[..., 0] == 1)
-    drawn = np.asarray(run(params, x, rngs={"dropout": jax.random.key(3)}))[..., 0]
+    assert np.all(np.asarray(run(params, x)[0])[..., 0] == 1)
+    drawn = np.asarray(run(params, x, rngs={"dropout": jax.random.key(3)})[0])[..., 0]
     assert abs(drawn.mean() - 1 / (1 + np.exp(-1))) < 0.08  # 3.6 standard deviations of 400 draws
-    assert np.all(np.asarray(Router(1, SIZE).apply(params, x, rngs={"dropout": jax.random.key(3)}))[..., 0] == 1)
+    plain, _ = Router(1, SIZE).apply(params, x, rngs={"dropout": jax.random.key(3)})
+    assert np.all(np.asarray(plain)[..., 0] == 1)
 
 
 def test_the_softmax_fraction_is_of_full_chunks_and_can_be_penalised():
@@ -105,9 +100,7 @@ def test_the_softmax_fraction_is_of_full_chunks_and_can_be_penalised():
         return jnp.sum(told), told
 
     (_, told), slope = jax.jit(jax.value_and_grad(fraction, has_aux=True))(params)
-    pooled = np.asarray(inputs())[:, : 3 * SIZE].reshape(BATCH, 3, SIZE, WIDTH).mean(2)
-    logits = (pooled @ np.asarray(params["params"]["router"]["route_proj"]["kernel"])).reshape(BATCH, 3, HEADS, 2)
-    np.testing.assert_allclose(told, (logits[..., 0] >= logits[..., 1]).mean((0, 1)), rtol=1e-6)
+    np.testing.assert_allclose(told, (routed(inputs()) == SOFTMAX).mean((0, 1)), rtol=1e-6)
     assert 0 < told.mean() < 1
     assert np.abs(slope["params"]["router"]["route_proj"]["kernel"]).min() > 0
 
@@ -175,40 +168,62 @@ def test_no_token_sees_a_later_one_though_the_router_reads_whole_chunks():
     assert np.all(np.abs(y - z)[:, cut:].max(-1) > 0)
 
 
-@pytest.mark.parametrize("time", [0, 1, SIZE - 1, SIZE, SIZE + 1])
-def test_short_sequences_are_prefixes(time):
-    y = applied(make(), parameters(), inputs()[:, :time])
-    assert y.shape == (BATCH, time, WIDTH)
-    if time:
-        whole = applied(make(), parameters(), inputs())
-        assert relative_rms(y, whole[:, :time]) <= CLOSE
-
-
 def test_packed_and_padded_documents_equal_documents_alone():
-    """Documents of 20, 3 and 20 tokens, begun inside chunks of the row, NaN at the padding: outputs and gradients."""
+    """Documents of 20, 3 and 20 tokens with rotary positions, begun inside chunks of the row, NaN at the padding."""
     mixer, params = make(rope_base=100.0), parameters(rope_base=100.0)
     ids = np.repeat([[0, 1, 2, 3, 0]], [2, 20, 3, 20, 8], axis=1)
     ids = np.insert(ids, [9, 40], 0, axis=1)[:, :TIME]
-    real = ids[0] != 0
-    x, weight = inputs()[:1], inputs(seed=3)[:1]
+    x = inputs()[:1]
+    run = jax.jit(lambda x, ids: mixer.apply(params, x, ids)[0], compiler_options=QUICKLY)
+    y = run(jnp.where(ids[..., None] != 0, x, jnp.nan), jnp.asarray(ids))
+    assert not np.any(np.asarray(y)[ids == 0])
+    for document in (1, 3):
+        at = np.flatnonzero(ids[0] == document)
+        assert relative_rms(y[:, at], run(x[:, at], None)) <= CLOSE
+
+
+def test_prefill_and_decoding_across_borders_are_one_pass():
+    """Rows whose prompts end a token before a border, on it and behind it; the cache holds what each head selected, and
+    the rows go on to different borders at different steps."""
+    mixer, params, lengths, steps = make(), parameters(), np.array([SIZE - 1, SIZE, SIZE + 1]), 2 * SIZE + 4
+    x = jnp.concatenate([inputs(), inputs(seed=5)[:1]])
+    choice = routed(x)
+    assert np.all(choice.min((0, 1)) != choice.max((0, 1))) and np.any(choice[..., 0] != choice[..., 1])
+    whole = applied(mixer, params, x)
+    real = jnp.asarray(np.arange(SIZE + 1) < lengths[:, None], jnp.int32)
+    rest = jnp.stack([row[n : n + steps] for row, n in zip(x, lengths, strict=True)])
 
     @functools.partial(jax.jit, compiler_options=QUICKLY)
-    def slopes(params, x, weight, ids):
-        def total(params, x):
-            y, _ = mixer.apply(params, x, ids)
-            return jnp.sum(y * weight), y
+    def decoded(params, prompt, rest):
+        def step(cache, token):
+            y, cache = mixer.apply(params, token[:, None], None, cache)
+            return cache, y[:, 0]
 
-        return jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(params, x)
+        y, cache = mixer.apply(params, prompt, real, mixer.init_cache(3, max_length=TIME))
+        cache, later = jax.lax.scan(step, cache, jnp.moveaxis(rest, 1, 0))
+        return y, jnp.moveaxis(later, 0, 1), cache
 
-    (_, y), (by_params, by_x) = slopes(params, jnp.where(real[:, None], x, jnp.nan), weight, jnp.asarray(ids))
-    assert not np.any(np.asarray(y)[0, ~real]) and not np.any(np.asarray(by_x)[0, ~real])
-    summed = jax.tree.map(jnp.zeros_like, params)
-    for document in (1, 2, 3):
-        at = np.flatnonzero(ids[0] == document)
-        (_, alone), (alone_params, alone_x) = slopes(params, x[:, at], weight[:, at], None)
-        assert relative_rms(y[:, at], alone) <= CLOSE and relative_rms(by_x[:, at], alone_x) <= 5 * CLOSE
-        summed = jax.tree.map(jnp.add, summed, alone_params)
-    jax.tree.map(lambda a, b: np.testing.assert_array_less(relative_rms(a, b), 5 * CLOSE), by_params, summed)
+    y, later, cache = decoded(params, x[:, : SIZE + 1], rest)
+    for row, n in enumerate(lengths):
+        assert relative_rms(y[row, :n], whole[row, :n]) <= CLOSE
+        assert relative_rms(later[row], whole[row, n : n + steps]) <= CLOSE
+    assert cache.kv.position.tolist() == cache.state.position.tolist() == (lengths + steps).tolist()
+    full = (lengths + steps) // SIZE
+    assert cache.kv.pages.tolist() == [np.sum(row[:n] == SOFTMAX) for row, n in zip(choice, full, strict=True)]
+
+
+def test_a_cache_has_room_for_a_part_of_what_can_be_selected():
+    """ceil(room R chunks); after a first call besides what that may have selected."""
+
+    def pages(cache):
+        return cache.kv.k.shape[1]
+
+    assert pages(make(max_length=95).init_cache(1)) == 2 * 5
+    half = make(max_length=95, softmax_room=0.5, num_routes=1)
+    assert pages(half.init_cache(1)) == 3 and pages(half.init_cache(1, max_length=15)) == 0
+    for time, room in ((0, 3), (40, 2 + 2), (95, 5 + 3), (100, 6 + 3)):  # 100 + 95 tokens fill 12 chunks
+        _, cache = jax.eval_shape(half.apply, parameters(num_routes=1), inputs(time))
+        assert pages(cache) == room, time
 
 
 def rms_norm(x, scale):
@@ -322,16 +337,6 @@ def test_recipes_have_the_published_parameters_and_those_counted_by_hand(arg, pa
     assert row.split("|")[column + 1].strip() == f"{count:,}"
 
 
-def test_flops_by_hand():
-    """6 K V a head; 2 (K + V) for half the own chunk and half of those before; the router once a chunk."""
-    options = {"nats_l": {"num_heads": 2, "head_dim": 8, "chunk_size": 16}}
-    model = LanguageModel(32, WIDTH, 1, ("nats_l",), options, mlp="none")
-    dense = WIDTH * (16 + 16 + 32 + 32 + 2 + 2) + 32 * WIDTH + 4 * (16 + 16 + 32) + 16 * 8 + WIDTH * 32
-    router = WIDTH * 2 * 2 / 16
-    operators = 2 * (6 * 8 * 16 + 2 * (8 + 16) * (8 + (80 - 16) / 4))
-    assert forward_flops_per_token(model, 80) == pytest.approx(2 * (dense + router) + operators, rel=1e-12)
-
-
 @pytest.fixture
 def no_type_checks():
     jaxtyping.config.update("jaxtyping_disable", True)
@@ -348,15 +353,10 @@ def no_type_checks():
         ({"num_routes": 3}, "must divide"),
         ({"rope_base": 100.0, "num_attention_heads": 16}, "rope_base: 100.0 with attention heads of 1"),
         ({"step": "elfa"}, "step: 'elfa' .* Did you mean 'efla'"),
+        ({"max_length": 0}, "max_length: 0 is less than 1"),
+        ({"softmax_room": 0.0}, r"softmax_room: 0.0 is not in \(0, 1\]"),
     ],
 )
 def test_wrong_fields_are_errors(options, message, no_type_checks):
     with pytest.raises(ValueError, match=message):
         make(**options)
-
-
-def test_a_cache_is_refused():
-    with pytest.raises(NotImplementedError, match="no cache yet"):
-        make().apply(parameters(), inputs(), None, ())
-    with pytest.raises(NotImplementedError, match="no cache yet"):
-        make().init_cache(2)

@@ -3,26 +3,12 @@
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from efla_jax.layers.initializers import kernel_initializer
 from efla_jax.layers.reading import Reading
-from efla_jax.ops.document_chunks import DocumentChunks, carried, document_chunks
+from efla_jax.ops.document_chunks import chunk_sums, document_chunks, still_open
 from efla_jax.shapes import SegmentIds
-
-
-def chunk_means(x: Float[Array, "B T D"], chunks: DocumentChunks, chunk_size: int) -> Float[Array, "B N D"]:
-    """Mean, float32, over the tokens of the n-th chunk that fills up in the row; zero for entries without a chunk."""
-    batch, time, width = x.shape
-    count = -(-time // chunk_size)
-    slot = jnp.where(chunks.full, chunks.number * chunk_size + chunks.position % chunk_size, -1)
-    token = jnp.arange(time, dtype=jnp.int32)
-    source = jnp.full((batch, count * chunk_size), -1, jnp.int32)
-    source = source.at[jnp.arange(batch)[:, None], jnp.where(chunks.full, slot, count * chunk_size + token)].set(
-        jnp.broadcast_to(token, slot.shape), mode="drop", unique_indices=True
-    )
-    laid = carried(x, source, slot).reshape(batch, count, chunk_size, width)
-    return jnp.mean(laid, axis=2, dtype=jnp.float32)
 
 
 def straight_through(logits: Float[Array, "*lead 2"], noise: jax.Array | float = 0.0) -> Float[Array, "*lead 2"]:
@@ -41,6 +27,9 @@ class Router(nn.Module):
     chunk_size    tokens, counted from each document's first real one
     gumbel        noise of the Gumbel distribution on the logits, given a "dropout" rng: a draw of the softmax
 
+    Equal logits choose softmax; where they are equal but for the rounding of the mean, a document read in pieces may
+    choose otherwise than in one pass. Products are in full precision whatever `jax.default_matmul_precision` says.
+
     The part that chose softmax leaves as the Reading "softmax_fraction" over the chunks that fill up, [R]; its mean has
     the gradient of the choice, so that a loss may add a multiple of it."""
 
@@ -51,20 +40,39 @@ class Router(nn.Module):
     init_std: float = 0.02
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B T D"], segment_ids: SegmentIds | None = None) -> Float[Array, "B N R 2"]:
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        segment_ids: SegmentIds | None = None,
+        position: Int[Array, " B"] | None = None,
+        pooled: Float[Array, "B D"] | None = None,
+    ) -> tuple[Float[Array, "B N R 2"], Float[Array, "B D"]]:
         """x [B, T, D], zero at padding -> choices [B, N, R, 2]: entry n for the n-th chunk that fills up in the row, as
-        the routed operators count them. A chunk that does not has no entry: nothing looks back at it."""
-        chunks = document_chunks(x.shape[0], x.shape[1], self.chunk_size, segment_ids)
-        pooled = chunk_means(x, chunks, self.chunk_size)
+        the routed operators count them; and the sum of x over the chunk that is open when the row ends, float32. A
+        chunk that does not fill up has no entry: nothing looks back at it.
+
+        A call that goes on with documents: position [B], their tokens so far, and pooled [B, D], what the last call
+        returned."""
+        batch, time, _ = x.shape
+        chunks = document_chunks(batch, time, self.chunk_size, segment_ids, position)
+        sums = chunk_sums(x, chunks, self.chunk_size)
+        own, carries = still_open(chunks)
+        after = jnp.sum(jnp.where(own[..., None], x, 0), axis=1, dtype=jnp.float32)
+        if pooled is not None:
+            fills = jnp.any(chunks.closes & (chunks.number == 0) & (chunks.document == 0), axis=1)
+            first = jnp.arange(sums.shape[1]) == 0
+            sums += jnp.where((fills[:, None] & first)[..., None], pooled[:, None], 0)
+            after += jnp.where(carries[:, None], pooled, 0)
         init = kernel_initializer(self.kernel_init, self.init_std)
-        logits = nn.Dense(2 * self.num_heads, use_bias=False, kernel_init=init, dtype=jnp.float32, name="route_proj")(
-            pooled
-        ).reshape(*pooled.shape[:2], self.num_heads, 2)
+        logits = nn.Dense(
+            2 * self.num_heads, use_bias=False, kernel_init=init, dtype=jnp.float32,
+            precision=jax.lax.Precision.HIGHEST, name="route_proj",
+        )(sums / self.chunk_size).reshape(*sums.shape[:2], self.num_heads, 2)  # fmt: skip
         noise: jax.Array | float = 0.0
         if self.gumbel and self.has_rng("dropout"):
             noise = jax.random.gumbel(self.make_rng("dropout"), logits.shape)
         choice = straight_through(logits, noise)
         filled = jnp.sum(chunks.closes, axis=1, keepdims=True)
-        used = (jnp.arange(pooled.shape[1]) < filled).astype(jnp.int32)
+        used = (jnp.arange(sums.shape[1]) < filled).astype(jnp.int32)
         Reading(name="softmax_fraction")(choice[..., 0], used)
-        return choice
+        return choice, after

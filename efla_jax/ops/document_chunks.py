@@ -110,12 +110,12 @@ def cells(chunks: DocumentChunks, size: int, count: int) -> Cells:
 def chunk_sums(x: Float[Array, "B T D"], chunks: DocumentChunks, size: int) -> Float[Array, "B N D"]:
     """Sums, float32, of x over the tokens of each full chunk, by its number: what a router pools. Entry 0 lacks what
     earlier calls had of a chunk that was open; entries without a chunk are 0."""
-    batch, time, _ = x.shape
-    found = cells(chunks, size, most_cells(time, size, packed=True))
-    count, most = found.entry.shape[1], -(-time // size)
-    sums = carried(x.astype(jnp.float32), found.source, found.slot).reshape(batch, count, size, -1).sum(axis=2)
-    cell = placed(jnp.where(found.entry >= 0, found.entry, most + jnp.arange(count)), most)
-    return carried(sums, cell, found.entry)
+    batch, time, width = x.shape
+    count = -(-time // size)
+    slot = jnp.where(chunks.full, chunks.number * size + chunks.position % size, -1)
+    elsewhere = count * size + jnp.arange(time, dtype=jnp.int32)
+    laid = carried(x, placed(jnp.where(chunks.full, slot, elsewhere), count * size), slot)
+    return jnp.sum(laid.reshape(batch, count, size, width), axis=2, dtype=jnp.float32)
 
 
 def placed(target: Int[Array, "B I"], count: int) -> Int[Array, "B O"]:
