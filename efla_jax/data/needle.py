@@ -118,7 +118,7 @@ class Needles:
     def _pair(self, index: int) -> tuple[str, str]:
         rng = np.random.default_rng((self._seed, index))
         while True:
-            key = "-".join(words[rng.integers(len(words))] for words in self._words)
+            key = "-".join(words[int(rng.integers(len(words)))] for words in self._words)
             digits = str(rng.integers(10**6, 10**7))
             value = digits if self._kind.value == "number" else str(uuid.UUID(bytes=rng.bytes(16), version=4))
             if key not in self._text and value not in self._text:
