@@ -29,10 +29,9 @@ from efla_jax.ops.selected_pages import (
     Pool,
     SelectedKV,
     advanced,
-    check_room,
     check_selected_kv,
     init_selected_kv,
-    pages_needed,
+    outgrown,
     with_pages,
 )
 from efla_jax.ops.sharded import repeat_key_heads, sharded
@@ -86,11 +85,14 @@ def block_sparse_attention(
     if k.shape[1] == 0:
         return jnp.zeros((*q.shape[:3], v.shape[-1]), v.dtype), kv
     selected = selected.astype(jnp.float32)
-    call = whole if initial_state is None else one_token if k.shape[1] == 1 else continued
-    o, chunks, held = call(Options(chunk_size, implementation, counterfactual), q, k, v, selected, kv, segment_ids)
-    if initial_state is not None:
-        o = checked(o, kv, chunks, selected)
-    return o, advanced(kv, chunks, selected, held)
+    options = Options(chunk_size, implementation, counterfactual)
+    if initial_state is None:
+        return whole(options, q, k, v, selected, kv, segment_ids)
+    lost = outgrown(kv, document_chunks(*k.shape[:2], chunk_size, segment_ids, kv.position), selected)
+    call = one_token if k.shape[1] == 1 else continued
+    o, state = call(options, q, k, v, selected, kv, segment_ids)
+    nan = np.asarray(np.nan, o.dtype)  # of numpy: jax_debug_nans would stop at an array of jax, used or not
+    return jnp.where(lost[:, :, None, None], nan, o), state
 
 
 def check_arguments(q, k, v, selected, initial_state, segment_ids, chunk_size: int) -> None:
@@ -131,20 +133,11 @@ def starting(k, v, selected, size: int) -> SelectedKV:
     return kv._replace(v=kv.v.astype(v.dtype), open_v=kv.open_v.astype(v.dtype))
 
 
-def checked(o: jax.Array, kv: SelectedKV, chunks: DocumentChunks, selected: jax.Array) -> jax.Array:
-    """Outputs, NaN from where a document has outgrown the pool of kv."""
-    before, needed = pages_needed(kv, chunks, selected)
-    check_room(kv, chunks, needed)
-    time = o.shape[1]
-    lost = (chunks.real & (before > kv.k.shape[1]))[:, -time:, None, None]
-    return jnp.where(lost, np.asarray(np.nan, o.dtype), o)  # of numpy: jax_debug_nans would stop at an array of jax
-
-
 # What a call does, from its beginning, with a cache, and for one token with a cache: (options, q, k, v, selected, kv,
-# segment_ids) -> (o, chunks, held). Its chunks may begin with those of the open chunk's tokens.
+# segment_ids) -> (o, state).
 
 
-def whole(options: Options, q, k, v, selected, _kv, segment_ids):
+def whole(options: Options, q, k, v, selected, kv: SelectedKV, segment_ids) -> tuple[jax.Array, SelectedKV]:
     chunks = document_chunks(*k.shape[:2], options.size, segment_ids)
     packed = segment_ids is not None
     if packed:
@@ -158,10 +151,10 @@ def whole(options: Options, q, k, v, selected, _kv, segment_ids):
     # A device has whole rows (S is a letter that no mesh axis splits), and the routing heads of its heads.
     legends = ("BSHK", "BSGK", "BSGV", "BND", *("BS",) * len(chunks))
     o = over_mesh(options, local, (q, *keys, routed, *chunks), legends, "BSHV")
-    return o, chunks, held_by(k, v, chunks, selected.shape[1], options.size)
+    return o, advanced(kv, chunks, selected, held_by(k, v, chunks, selected.shape[1], options.size))
 
 
-def continued(options: Options, q, k, v, selected, kv: SelectedKV, segment_ids):
+def continued(options: Options, q, k, v, selected, kv: SelectedKV, segment_ids) -> tuple[jax.Array, SelectedKV]:
     """The open chunk's tokens stand in front of the call's, their outputs are not asked for."""
     size, (batch, time) = options.size, k.shape[:2]
     fill = kv.position % size
@@ -187,11 +180,12 @@ def continued(options: Options, q, k, v, selected, kv: SelectedKV, segment_ids):
     legends = ("BSQK", "BSXK", "BSXV", "BNR", *("BS",) * len(chunks), *POOL)
     arrays = (q, k, v, selected, *chunks, *Pool(*kv[:5]))
     o = over_mesh(options, local, arrays, legends, "BSQV")
-    return o, chunks, held_by(k, v, chunks, selected.shape[1], size)
+    return o, advanced(kv, chunks, selected, held_by(k, v, chunks, selected.shape[1], size))
 
 
-def one_token(options: Options, q, k, v, selected, kv: SelectedKV, segment_ids):
-    """The token takes its slot of the open chunk; nothing is laid out anew."""
+def one_token(options: Options, q, k, v, selected, kv: SelectedKV, segment_ids) -> tuple[jax.Array, SelectedKV]:
+    """The token takes its slot of the open chunk; nothing is laid out anew. What it may add to the pool is written
+    before the pool is read, up to where it ended: the other way round XLA copies the pool."""
     size, batch = options.size, k.shape[0]
     chunks = document_chunks(batch, 1, size, segment_ids, kv.position)
     q, k, v = (mask_padding(chunks.real, x) for x in (q, k, v))
@@ -209,10 +203,10 @@ def one_token(options: Options, q, k, v, selected, kv: SelectedKV, segment_ids):
         o = with_pages(o, log_sum, q, real, selected.shape[2], Pool(*pool))
         return mask_padding(real, o)
 
+    state = advanced(kv, chunks, selected, Held(open_k[:, None], open_v[:, None], open_k, open_v))
     legends = ("BSQK", "BCXK", "BCXV", "BNR", "BC", "BS", *POOL)
-    arrays = (q, open_k, open_v, selected, used, chunks.real, *kv[:5])
-    o = over_mesh(options, local, arrays, legends, "BSQV").astype(v.dtype)
-    return o, chunks, Held(open_k[:, None], open_v[:, None], open_k, open_v)
+    arrays = (q, open_k, open_v, selected, used, chunks.real, *state[:4], kv.pages)
+    return over_mesh(options, local, arrays, legends, "BSQV").astype(v.dtype), state
 
 
 POOL = ("BMCEK", "BMCEV", "BM", "BM", "B")

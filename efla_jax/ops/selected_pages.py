@@ -135,26 +135,22 @@ def last_document(chunks: DocumentChunks) -> jax.Array:
     return jnp.max(jnp.where(chunks.real, chunks.document, 0), axis=1, initial=0)
 
 
-def pages_needed(kv: SelectedKV, chunks: DocumentChunks, selected: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """[B, T]: the pages of each token's document before the token, and with it."""
+def outgrown(kv: SelectedKV, chunks: DocumentChunks, selected: jax.Array) -> jax.Array:
+    """[B, T]: the token's document has selected more chunks before it than the pool has pages. Raises ValueError where
+    a document comes to that with this call; says nothing while traced."""
     count = jnp.sum(selected > 0.5, axis=2, dtype=jnp.int32)
     sums = jnp.pad(jnp.cumsum(count, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
     before, after = (jnp.take_along_axis(sums, chunks.number + more, axis=1) for more in (0, chunks.closes))
     begins = chunks.real & (chunks.document > 0) & (chunks.position == 0)
     base = jnp.where(chunks.document == 0, kv.pages[:, None], -lax.cummax(jnp.where(begins, before, 0), axis=1))
-    return before + base, after + base
-
-
-def check_room(kv: SelectedKV, chunks: DocumentChunks, needed: jax.Array) -> None:
-    """Raise ValueError where a document needs more pages than there are; says nothing while traced."""
-    room = kv.k.shape[1]
-    most = jnp.max(jnp.where(chunks.real, needed, 0), initial=0)
+    room, most = kv.k.shape[1], jnp.max(jnp.where(chunks.real, after + base, 0), initial=0)
     if not isinstance(most, jax.core.Tracer) and most > room:
         raise ValueError(
             f"initial_state: room for {room} pages, but with this call a document's routing heads have selected {most}"
             f" chunks (before: {kv.pages.tolist()}). Make the pool larger: init_selected_kv(pages={most}), or"
             f" grow_selected_kv(state, {most}) before the call."
         )
+    return chunks.real & (before + base > room)
 
 
 def advanced(kv: SelectedKV, chunks: DocumentChunks, selected: jax.Array, held: Held) -> SelectedKV:
@@ -302,6 +298,8 @@ def over_pages(plan, q, k, v, owner, weight, pages, mine) -> tuple[jax.Array, ja
         o = jnp.where(any_seen[..., None], o / total[..., None], 0.0)
         return o, jnp.where(any_seen, top + jnp.log(total), MASKED)
 
+    if q.shape[4] == queries:
+        return block(0)
     found = lax.map(block, jnp.arange(q.shape[4] // queries))
     return tuple(jnp.moveaxis(x, 0, 4).reshape(*q.shape[:5], *x.shape[6:]) for x in found)
 
