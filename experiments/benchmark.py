@@ -5,12 +5,15 @@ or one decoded token at a time.
     python -m experiments.benchmark --heads=16 --key_dim=128 --value_dim=128 --dtype=bfloat16        # for a GPU
     python -m experiments.benchmark --op=log_linear_delta_rule         # beside the flat operator and softmax attention
     python -m experiments.benchmark --op=log_linear_delta_rule --decode --positions=1023,131071
+    python -m experiments.benchmark --op=block_sparse_attention --selected=0.25 --lengths=8192,16384,32768
 
 Prints a table and writes benchmark.csv, benchmark.md and benchmark.png into --out. Times are medians of --repeats
 calls, each waited for, with the implementations taking turns; memory is XLA's figure for the temporaries of the
 compiled program, beside the size of q + k + v + o. A program that would need more than --memory_limit_gib, or whose
 last length took more than --slow_ms, is skipped and says so. "flat" is the operator without levels, "chunked", of the
-same sizes; "softmax" has heads of the value dim. A log-linear operator has the levels that the length needs.
+same sizes; "softmax" has heads of the value dim. A log-linear operator has the levels that the length needs. Of a
+routed operator each head gives the part --selected of its chunks, at random, to softmax; "flat" is then the delta rule
+that keeps all, or the same block-sparse attention with all of them selected, which is full causal attention.
 
 --decode writes decode.csv and decode.md: bytes of the state and time per token of the --tokens tokens that end at each
 position, inside one compiled loop. The states and caches it begins with are random numbers where that position has
@@ -31,12 +34,14 @@ from absl import app, flags
 
 from efla_jax import metrics, ops
 
-FLAT = {"log_linear_delta_rule": "delta_rule", "log_linear_attention": "linear_attention"}
+LEVELED = {"log_linear_delta_rule": "delta_rule", "log_linear_attention": "linear_attention"}
+ROUTED = {"routed_delta_rule": "delta_rule", "block_sparse_attention": "block_sparse_attention"}
+FLAT = LEVELED | ROUTED  # what each is compared with
 OP = flags.DEFINE_enum("op", "delta_rule", ["delta_rule", "linear_attention", *FLAT], "operator to measure")
 IMPLEMENTATIONS = flags.DEFINE_list(
     "implementations",
     [],
-    "what to compare; by default recurrent,associative,chunked,softmax, or chunked,flat,softmax of a log-linear --op",
+    "what to compare; by default recurrent,associative,chunked,softmax, or chunked,flat,softmax of another --op",
 )
 LENGTHS = flags.DEFINE_list("lengths", ["512", "1024", "2048", "4096", "8192", "16384", "32768"], "sequence lengths T")
 BATCH = flags.DEFINE_integer("batch", 1, "rows B", lower_bound=1)
@@ -45,6 +50,7 @@ KEY_HEADS = flags.DEFINE_integer("key_heads", 0, "key heads G, which divide the 
 KEY_DIM = flags.DEFINE_integer("key_dim", 64, "key dim K", lower_bound=1)
 VALUE_DIM = flags.DEFINE_integer("value_dim", 64, "value dim V", lower_bound=1)
 LEVELS = flags.DEFINE_integer("levels", 0, "levels L; 0: what the length or position needs", lower_bound=0)
+SELECTED = flags.DEFINE_float("selected", 0.25, "of a routed --op: part of the chunks for softmax", 0.0, 1.0)
 DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "dtype of q, k and v")
 CHUNK_SIZE = flags.DEFINE_enum("chunk_size", "64", ["16", "32", "64", "128"], "tokens of a chunk")
 REPEATS = flags.DEFINE_integer("repeats", 5, "timed calls; the median counts", lower_bound=1)
@@ -66,7 +72,7 @@ def levels_of(last: int) -> int:
 def make_inputs(name: str, length: int, levels: int) -> dict[str, jax.Array]:
     """Random arguments of the implementation `name`: unit keys, erase in (0, 1), log decay of about -0.1, level weights
     about 0.8."""
-    keys = iter(jax.random.split(jax.random.key(length), 6))
+    keys = iter(jax.random.split(jax.random.key(length), 7))
     heads, key_heads = HEADS.value, KEY_HEADS.value or HEADS.value
 
     def normal(*rest):
@@ -78,10 +84,17 @@ def make_inputs(name: str, length: int, levels: int) -> dict[str, jax.Array]:
     inputs = {argument: x.astype(DTYPE.value) for argument, x in inputs.items()}
     if name == "softmax":
         return inputs
+    if OP.value in ROUTED:
+        drawn = jax.random.uniform(next(keys), (BATCH.value, -(-length // int(CHUNK_SIZE.value)), heads))
+        selected = (drawn < SELECTED.value).astype(jnp.float32)
+        if OP.value == "block_sparse_attention":
+            return inputs | {"selected": jnp.ones_like(selected) if name == "flat" else selected}
+        if name != "flat":
+            inputs["keep"] = 1 - selected
     if OP.value.endswith("delta_rule"):
         inputs["erase"] = jax.nn.sigmoid(normal(heads))
     inputs["log_decay"] = -jax.nn.softplus(normal(heads) - 2)
-    if OP.value in FLAT and name != "flat":
+    if OP.value in LEVELED and name != "flat":
         inputs["level_weights"] = jax.nn.softplus(normal(heads, levels))
     return inputs
 
@@ -92,16 +105,21 @@ def apply(name: str, inputs: dict[str, jax.Array], state: Any = None) -> tuple[j
         q = inputs["q"] * inputs["q"].shape[-1] ** -0.5
         return ops.softmax_attention(q, inputs["k"], inputs["u"], initial_state=state)
     op = getattr(ops, FLAT[OP.value] if name == "flat" else OP.value)
-    implementation = name if name in KNOWN[:4] else "auto"
-    return op(**inputs, initial_state=state, implementation=implementation, chunk_size=int(CHUNK_SIZE.value))
+    implementation, size = name if name in KNOWN[:4] else "auto", int(CHUNK_SIZE.value)
+    if OP.value == "block_sparse_attention":
+        q, k, v, selected = (inputs[argument] for argument in ("q", "k", "u", "selected"))
+        return op(q * q.shape[-1] ** -0.5, k, v, selected, implementation=implementation, chunk_size=size)
+    return op(**inputs, initial_state=state, implementation=implementation, chunk_size=size)
 
 
 def program(name: str, both: bool) -> Callable:
     """The function measured: outputs and state, or the gradients of every input for a random-like loss on them."""
 
+    attends = name == "softmax" or OP.value == "block_sparse_attention"  # the state: what keys and values were given
+
     def forward(inputs):
         o, state = apply(name, inputs)
-        return o, None if name == "softmax" else jax.tree.leaves(state)[0]
+        return o, None if attends else jax.tree.leaves(state)[0]
 
     def loss(inputs):
         return sum(jnp.sum(jnp.sin(x.astype(jnp.float32))) for x in jax.tree.leaves(forward(inputs)))
@@ -174,6 +192,7 @@ def title() -> str:
     """What was measured, where and at which sizes."""
     shape = f"B={BATCH.value}, H={HEADS.value}, K={KEY_DIM.value}, V={VALUE_DIM.value}"
     shape += f", G={KEY_HEADS.value}" if KEY_HEADS.value else ""
+    shape += f", {SELECTED.value:g} of the chunks for softmax" if OP.value in ROUTED else ""
     where = f"{jax.devices()[0].device_kind}, jax {jax.__version__}"
     return f"{OP.value} on {where}: {shape}, {DTYPE.value}, chunk {CHUNK_SIZE.value}"
 
@@ -311,23 +330,29 @@ def by_position() -> None:
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"stray argument {argv[1]!r}: flags are written --name=value")
-    leveled = OP.value in FLAT
-    default = ["chunked", "flat", "softmax"] if leveled else ["recurrent", "associative", "chunked", "softmax"]
+    compares = OP.value in FLAT
+    default = ["chunked", "flat", "softmax"] if compares else ["recurrent", "associative", "chunked", "softmax"]
     names = IMPLEMENTATIONS.value or default
     for name in names:
         if name not in KNOWN:
             raise app.UsageError(f"--implementations: {name!r} is not one of {KNOWN}")
-    if not leveled and "flat" in names:
+    if not compares and "flat" in names:
         raise app.UsageError(f"--implementations: 'flat' is {OP.value} itself; it stands beside {list(FLAT)} only")
     for flag in (IMPLEMENTATIONS, LENGTHS) if DECODE.value else (POSITIONS, TOKENS):
         if flag.present:
             raise app.UsageError(f"--{flag.name} goes {'without --decode' if DECODE.value else 'with --decode only'}")
+    if SELECTED.present and OP.value not in ROUTED:
+        raise app.UsageError(f"--selected goes with --op={' or '.join(ROUTED)}")
+    if DECODE.value and OP.value in ROUTED:
+        raise app.UsageError(f"--decode: not of --op={OP.value}, whose memory depends on what was chosen")
     if HEADS.value % (KEY_HEADS.value or HEADS.value):
         raise app.UsageError(f"--key_heads={KEY_HEADS.value} must divide --heads={HEADS.value}")
     try:
         by_position() if DECODE.value else by_length(names)
     except NotImplementedError as reason:
         raise app.UsageError(f"--implementations: {reason}") from None
+    except ValueError as reason:
+        raise app.UsageError(f"--op={OP.value}: {reason}") from None
 
 
 if __name__ == "__main__":

@@ -57,6 +57,12 @@ REFUSED = {
     "no such position": (["experiments.benchmark", "--decode", "--positions=-5"], "--positions=-5: not whole numbers"),
     "lengths of decoding": (["experiments.benchmark", "--decode", "--lengths=8"], "--lengths goes without --decode"),
     "position without decoding": (["experiments.benchmark", "--positions=8"], "--positions goes with --decode only"),
+    "nothing to select": (["experiments.benchmark", "--selected=0.5"], "--selected goes with --op=routed_delta"),
+    "decoding of choices": (["experiments.benchmark", "--op=routed_delta_rule", "--decode"], "--decode: not of"),
+    "no recurrence": (
+        ["experiments.benchmark", "--op=block_sparse_attention", "--implementations=recurrent", "--lengths=16"],
+        "--op=block_sparse_attention: implementation: 'recurrent' is not",
+    ),
     "key heads": (["experiments.benchmark", "--key_heads=3"], "--key_heads=3 must divide --heads=4"),
     "no kernel yet": (
         ["experiments.benchmark", "--implementations=pallas", "--lengths=16"],
@@ -124,6 +130,21 @@ def test_benchmark_writes_table_and_picture(tmp_path):
         assert float(r["over_flat"]) == pytest.approx(float(r["ms"]) / flat)
         assert r["over_half_T"] == "nan" if r["T"] == "16" else float(r["over_half_T"]) == float(r["ms"]) / half
     assert (tmp_path / "benchmark.png").exists() and "| 32 | chunked |" in (tmp_path / "benchmark.md").read_text()
+
+
+@pytest.mark.parametrize("op", ["block_sparse_attention", "routed_delta_rule"])
+def test_benchmark_of_routed_operators(op, tmp_path):
+    sizes = ("--heads=2", "--key_dim=4", "--value_dim=8", "--chunk_size=16", "--repeats=1", "--lengths=96,192")
+    status, output = run("experiments.benchmark", f"--op={op}", "--selected=0.5", *sizes, f"--out={tmp_path}")
+    assert status == 0, output
+    with open(tmp_path / "benchmark.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * 3 * 2 and {row["implementation"] for row in rows} == {"chunked", "flat", "softmax"}
+    ms = {(row["T"], row["implementation"], row["measured"]): float(row["ms"]) for row in rows}
+    for row in rows:
+        assert float(row["over_flat"]) == pytest.approx(float(row["ms"]) / ms[row["T"], "flat", row["measured"]])
+    assert "chunk 16" in (tmp_path / "benchmark.md").read_text().splitlines()[0]
+    assert "0.5 of the chunks for softmax" in (tmp_path / "benchmark.md").read_text().splitlines()[0]
 
 
 def test_benchmark_of_decoding_counts_states_and_caches(tmp_path):
