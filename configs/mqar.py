@@ -22,6 +22,7 @@ OPTIONS = {
     "log_linear_mamba2": {"num_heads": 4, "state_dim": 16, "levels": 11},
     "log_linear_gated_delta_net": {"num_heads": 2, "levels": 11},
     "log_linear_efla": {"num_heads": 2, "levels": 11},
+    "nats_l": {"num_heads": 2, "chunk_size": 16},
     "attention": {"num_heads": 2},
 }
 BATCH, EPOCHS = 256, 32

@@ -338,7 +338,7 @@ WIDTH = 16
 OPTIONS = {
     "mamba2": {"state_dim": 8}, "attention": {"num_kv_heads": 1}, "gated_efla": {"num_key_heads": 1},
     "log_linear_mamba2": {"state_dim": 8, "levels": 3}, "log_linear_gated_delta_net": {"levels": 3},
-    "log_linear_efla": {"levels": 3},
+    "log_linear_efla": {"levels": 3}, "nats_l": {"chunk_size": 16, "implementation": "recurrent"},
 }  # fmt: skip
 
 
@@ -346,10 +346,10 @@ OPTIONS = {
 def test_mixers_equal_one_device(name):
     """Whole layers over packed documents that cross the parts: outputs, and gradients of inputs and parameters."""
     mixer = MIXERS[name](**{"width": WIDTH, "num_heads": 2, **OPTIONS.get(name, {})})
-    rng = np.random.default_rng(3)
-    x, weight = (jnp.asarray(rng.normal(size=(BATCH, 8, WIDTH)), jnp.float32) for _ in range(2))
+    rng, time = np.random.default_rng(3), 40 if name == "nats_l" else 8  # two chunks of 16 that a token may look back at
+    x, weight = (jnp.asarray(rng.normal(size=(BATCH, time, WIDTH)), jnp.float32) for _ in range(2))
     params = jax.jit(mixer.init)(jax.random.key(0), x[:, :4])
-    ids = jnp.asarray(documents(8))
+    ids = jnp.asarray(documents(time))
 
     def run(params, x):
         def total(params, x):

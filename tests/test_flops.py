@@ -53,6 +53,13 @@ LAYERS = {
         12 * (12 + 12 + 24 + 24) + 24 * 12 + 2 * 12 * 2 + 4 * 48 + 12 * 2 * 4 + 2 * (4 * 3 + 3 * 4)
         + 2 * (2 + 3 * older(50, 4)) * 6 * 12,
     ),
+    # as gated_delta_net; weights of 4 attention heads from q; a router of 1 head, used once in 16 tokens; 3 + 6 channels
+    # of each attention head for half the own chunk and half of what is before it
+    "nats_l": (
+        {"num_heads": 2, "num_routes": 1, "chunk_size": 16},
+        12 * (12 + 12 + 24 + 24) + 24 * 12 + 2 * 12 * 2 + 4 * 48 + 2 * 3 * 6 * 12
+        + 12 * 4 * 2 + 12 * 2 / 16 + 4 * (3 + 6) * (8 + (50 - 16) / 4),
+    ),
     "log_linear_efla": (
         {"num_heads": 2}, 4 * 12 * 12 + 12 * 2 + 3 * 4 * 12 + 12 * 2 * 15 + 2 * (2 + 3 * older(50, 15)) * 6 * 6,
     ),
@@ -81,13 +88,14 @@ def test_a_hybrid_without_mlp_and_with_tied_embeddings():
 
 
 def test_what_grows_with_the_length():
-    """From 64 tokens to 128: attention by 32 keys, log-linear mixers by half a state; where the last slot is in use, by
+    """From 64 tokens to 128: attention by 32 keys, nats_l by 16, log-linear mixers by half a state; where the last slot is in use, by
     that slot's 8 (or 4) empty positions among 128 instead of 64."""
     grown = {
         name: forward_flops_per_token(model(name), 128) - forward_flops_per_token(model(name), 64) for name in MIXERS
     }
     some = {
         "attention": 6 * 4 * 32,
+        "nats_l": 4 * 9 * 16,
         "log_linear_efla": 2 * 3 * 6 * 6 / 2,
         "log_linear_mamba2": 4 * 7 * 6 * 8 / 128,
         "log_linear_gated_delta_net": 2 * 3 * 6 * 12 * 4 / 128,

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from efla_jax.generate import Sampling, continuation, generate, likely, sample
-from efla_jax.layers import MIXERS
+from efla_jax.layers import MIXERS, Reading
 from efla_jax.model import LanguageModel
 
 VOCABULARY = 23
 OPTIONS = {name: {"num_heads": 2} for name in MIXERS}
+OPTIONS["nats_l"] |= {"chunk_size": 16, "implementation": "recurrent"}
 OPTIONS["mamba2"]["state_dim"] = OPTIONS["log_linear_mamba2"]["state_dim"] = 8
 PROMPTS = ([3, 1, 4], [1, 5, 9, 2, 6, 5, 3], [5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2])
 
@@ -34,11 +35,11 @@ def applied(module):
     return jax.jit(module.apply)
 
 
-def reread(module, prompt, count):
+def reread(module, prompt, count, room=24):
     """Greedy tokens by reading the whole text again for each of them, padded to one length behind the causal mask."""
     text = list(prompt)
     for _ in range(count):
-        tokens = jnp.asarray([text + [0] * (24 - len(text))], jnp.int32)
+        tokens = jnp.asarray([text + [0] * (room - len(text))], jnp.int32)
         logits, _ = applied(module)(parameters(module), tokens)
         text.append(int(jnp.argmax(logits[0, len(text) - 1])))
     return text[len(prompt) :]
@@ -53,6 +54,20 @@ def test_rows_of_different_lengths_equal_rereading_everything(mixers):
     together = generate(module, parameters(module), PROMPTS, max_new_tokens=10, greedy=True)
     assert together == [reread(module, prompt, 10) for prompt in PROMPTS]
     assert len({tuple(row) for row in together}) == 3
+
+
+def test_rows_of_nats_l_decode_across_chunk_borders():
+    """Prompts that end a token before a border, on it and behind it; a head of the router chooses what the other does
+    not."""
+    module, prompts = model("nats_l"), [[(7 * i + n) % VOCABULARY for i in range(n)] for n in (15, 16, 17)]
+    together = generate(module, parameters(module), prompts, max_new_tokens=20, greedy=True)
+    assert together == [reread(module, prompt, 20, 40) for prompt in prompts]
+    text = jnp.asarray([prompt + row for prompt, row in zip(prompts, together, strict=True)][2:], jnp.int32)
+    capture = {"capture_intermediates": lambda sub, _: isinstance(sub, Reading), "mutable": "intermediates"}
+    _, told = jax.jit(functools.partial(module.apply, **capture))(parameters(module), text)
+    router = told["intermediates"]["groups"]["block_0"]["mixer"]["router"]
+    chosen = router["softmax_fraction"]["__call__"][0].mean[0]
+    assert chosen[0] != chosen[1], chosen
 
 
 @pytest.mark.parametrize("options", [{"greedy": True}, {"temperature": 0.8, "top_k": 12, "top_p": 0.9, "seed": 4}])

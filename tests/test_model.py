@@ -19,6 +19,7 @@ from efla_jax.model import LanguageModel, SequenceClassifier
 from tests.oracle import relative_rms
 
 OPTIONS = {name: {"num_heads": 2} for name in MIXERS}
+OPTIONS["nats_l"] |= {"chunk_size": 16, "implementation": "recurrent"}
 OPTIONS["mamba2"]["state_dim"] = OPTIONS["log_linear_mamba2"]["state_dim"] = 8
 PATTERN = ("efla", "attention")  # a recurrent state and a cache that grows
 CLOSE = 2e-5  # float32 against float32, sums in another order

@@ -213,7 +213,7 @@ def shapes_of(model, example):
 
 def test_whom_muon_moves():
     """Of every mixer's model the projections and the MLP, and nothing else; all kernels that stay behind are named."""
-    stay = {"a_proj", "b_proj", "dt_proj", "level_proj", "lm_head", "front", "head"}
+    stay = {"a_proj", "b_proj", "dt_proj", "level_proj", "mix_proj", "route_proj", "lm_head", "front", "head"}
     for name in MIXERS:
         fields = {"mixers": (name,), "mixer_options": {name: {"num_heads": 2}}}
         language = LanguageModel(8, 16, 2, **fields)

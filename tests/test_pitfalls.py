@@ -35,6 +35,7 @@ CLOSE = 2e-5  # float32 against float32, sums in another order
 FLOAT16 = 2e-3  # operands and results are rounded to 11 bits, 5e-4 each
 WIDTH = 16
 OPTIONS = {name: {"num_heads": 2} for name in MIXERS}
+OPTIONS["nats_l"] |= {"chunk_size": 16, "implementation": "recurrent"}
 OPTIONS["mamba2"]["state_dim"] = OPTIONS["log_linear_mamba2"]["state_dim"] = 8
 HYBRID = ("efla", "attention", "mamba2")
 

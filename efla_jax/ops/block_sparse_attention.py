@@ -261,7 +261,7 @@ def in_tiles(
     chunks do not stand where a row without padding would begin them."""
     (batch, time, heads, _), routing, size = q.shape, selected.shape[2], options.size
     if q.size == 0 or v.size == 0:
-        return jnp.zeros((*q.shape[:3], v.shape[3]), v.dtype), jnp.zeros(q.shape[:3])
+        return jnp.zeros((*q.shape[:3], v.shape[3]), v.dtype), jnp.zeros(q.shape[:3], jnp.float32)
     used = most_cells(time, size, True) if packed else -(-(time - moved) // size)
     plan, count = plan_of(used, size, packed, options.counterfactual)
     document, chunk = chunks.document + 1, jnp.cumsum(chunks.real & (chunks.position % size == 0), axis=1)

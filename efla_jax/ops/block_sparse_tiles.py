@@ -181,7 +181,8 @@ def forward_rows(plan: Plan, q, k, v, chosen, places: Places):
         queries, documents = window(q, i * count, count, 3), window(places.document, i * count, count, 1)
         keys, values, seen, _ = own_cells(own, plan, i)
         shape = queries.shape[:-1]
-        carry = jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, v.shape[-1]))
+        starts = (shape, MASKED), (shape, 0), ((*shape, v.shape[-1]), 0)
+        carry = tuple(jnp.full(*start, jnp.float32) for start in starts)
         carry = fold(carry, jnp.where(seen, scores_of(queries, keys), MASKED), values)
 
         def block(j, carry):
@@ -264,7 +265,7 @@ def backward_rows(plan: Plan, q, k, v, chosen, places: Places, o, log_sum, d_o, 
         return ((d_own_k, d_own_v, d_own), tuple(rest)), d_q
 
     def empty(*like):
-        return *(jnp.zeros(x.shape, jnp.float32) for x in like), jnp.zeros(picked.shape)
+        return *(jnp.zeros(x.shape, jnp.float32) for x in like), jnp.zeros(picked.shape, jnp.float32)
 
     carry = empty(own.k, own.v), empty(k, v)
     ((d_own_k, d_own_v, d_own), (d_k, d_v, d_chosen)), d_q = lax.scan(tile, carry, jnp.arange(end.shape[1]))

@@ -71,7 +71,7 @@ def init_selected_kv(
     k, v = (jnp.zeros((batch, pages, chunk_size, shared, dim), dtype) for dim in (key_dim, value_dim))
     open_k, open_v = (jnp.zeros((batch, chunk_size, num_key_heads, dim), dtype) for dim in (key_dim, value_dim))
     owner, none = jnp.zeros((batch, pages), jnp.int32), jnp.zeros((batch,), jnp.int32)
-    return SelectedKV(k, v, owner, jnp.zeros((batch, pages)), none, open_k, open_v, none)
+    return SelectedKV(k, v, owner, jnp.zeros((batch, pages), jnp.float32), none, open_k, open_v, none)
 
 
 def grow_selected_kv(state: SelectedKV, pages: int) -> SelectedKV:
@@ -170,7 +170,7 @@ def advanced(kv: SelectedKV, chunks: DocumentChunks, selected: jax.Array, held: 
 def appended(kv: SelectedKV, closed: jax.Array, selected: jax.Array, held: Held) -> SelectedKV:
     """kv with a page for each (chunk, routing head) of closed [B, N], selected [B, N, R] that is selected."""
     (batch, count, routes), room = selected.shape, kv.k.shape[1]
-    picked = (closed[:, :, None] & (selected > 0.5)).reshape(batch, -1)
+    picked = (closed[:, :, None] & (selected > 0.5)).reshape(batch, count * routes)
     page = kv.pages[:, None] + jnp.cumsum(picked, axis=1, dtype=jnp.int32) - 1
     # The others get indices of their own beyond the end, which a scatter drops: unique indices, the simpler gradient.
     page = jnp.where(picked & (page < room), page, room + jnp.arange(count * routes))
@@ -181,15 +181,15 @@ def appended(kv: SelectedKV, closed: jax.Array, selected: jax.Array, held: Held)
 
     def of_routes(x):  # [B, N, C, G, K] -> [B, N R, C, E, K]
         x = jnp.repeat(x, math.lcm(x.shape[3], routes) // x.shape[3], axis=3)
-        x = x.reshape(*x.shape[:3], routes, -1, x.shape[4])
-        return jnp.moveaxis(x, 3, 2).reshape(batch, count * routes, x.shape[2], -1, x.shape[5])
+        x = x.reshape(*x.shape[:3], routes, x.shape[3] // routes, x.shape[4])
+        return jnp.moveaxis(x, 3, 2).reshape(batch, count * routes, x.shape[2], *x.shape[4:])
 
     owner = jnp.broadcast_to(jnp.arange(routes, dtype=jnp.int32), (batch, count, routes))
     return kv._replace(
         k=put(kv.k, of_routes(held.k)),
         v=put(kv.v, of_routes(held.v)),
-        owner=put(kv.owner, owner.reshape(batch, -1)),
-        weight=put(kv.weight, selected.reshape(batch, -1)),
+        owner=put(kv.owner, owner.reshape(page.shape)),
+        weight=put(kv.weight, selected.reshape(page.shape)),
         pages=kv.pages + jnp.sum(picked, axis=1, dtype=jnp.int32),
     )
 
@@ -291,7 +291,8 @@ def over_pages(plan, q, k, v, owner, weight, pages, mine) -> tuple[jax.Array, ja
             return largest, total, shrink[..., None] * o + of_owners(values, b)
 
         shape = some.shape[:-1]
-        carry = jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, v.shape[-1]))
+        starts = (shape, MASKED), (shape, 0), ((*shape, v.shape[-1]), 0)
+        carry = tuple(jnp.full(*start, jnp.float32) for start in starts)
         top, total, o = lax.fori_loop(0, blocks_in_use(pool, here, count), fold, carry)
         any_seen = (total > 0) & here[:, None, None, None]
         total = jnp.where(any_seen, total, 1.0)
@@ -334,7 +335,8 @@ def _over_pages_backward(plan, saved, cotangents):
             d_v = added(d_v, product("bpehqs,bpehqv->bpsev", mass.astype(v.dtype), some_d_o), b.first, 1)
             return d_q, d_k, d_v, added(d_weight, jnp.sum(d_scores, axis=(2, 3, 4, 5)), b.first, 1)
 
-        d_q, *rest = lax.fori_loop(0, blocks_in_use(pool, here, count), step, (jnp.zeros(some[0].shape), *carry))
+        start = jnp.zeros_like(some[0], jnp.float32), *carry
+        d_q, *rest = lax.fori_loop(0, blocks_in_use(pool, here, count), step, start)
         return tuple(rest), d_q
 
     empty = tuple(jnp.zeros(x.shape, jnp.float32) for x in (k, v, weight))
