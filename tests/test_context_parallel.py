@@ -346,7 +346,9 @@ OPTIONS = {
 def test_mixers_equal_one_device(name):
     """Whole layers over packed documents that cross the parts: outputs, and gradients of inputs and parameters."""
     mixer = MIXERS[name](**{"width": WIDTH, "num_heads": 2, **OPTIONS.get(name, {})})
-    rng, time = np.random.default_rng(3), 40 if name == "nats_l" else 8  # two chunks of 16 that a token may look back at
+    # Rows, too, and two chunks of 16 to look back at.
+    sizes, time = ((1, 2, 2, 2), 40) if name == "nats_l" else ((1, 1, 2, 4), 8)
+    rng = np.random.default_rng(3)
     x, weight = (jnp.asarray(rng.normal(size=(BATCH, time, WIDTH)), jnp.float32) for _ in range(2))
     params = jax.jit(mixer.init)(jax.random.key(0), x[:, :4])
     ids = jnp.asarray(documents(time))
@@ -358,7 +360,7 @@ def test_mixers_equal_one_device(name):
 
         return jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(params, x)
 
-    (_, y), gradients = on_mesh((1, 1, 2, 4), run)(params, x)
+    (_, y), gradients = on_mesh(sizes, run)(params, x)
     (_, expected), slopes = on_mesh(None, run)(params, x)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(slopes)]
     values = (y, *jax.tree.leaves(gradients))

@@ -53,8 +53,8 @@ LAYERS = {
         12 * (12 + 12 + 24 + 24) + 24 * 12 + 2 * 12 * 2 + 4 * 48 + 12 * 2 * 4 + 2 * (4 * 3 + 3 * 4)
         + 2 * (2 + 3 * older(50, 4)) * 6 * 12,
     ),
-    # as gated_delta_net; weights of 4 attention heads from q; a router of 1 head, used once in 16 tokens; 3 + 6 channels
-    # of each attention head for half the own chunk and half of what is before it
+    # as gated_delta_net; two weights of each of 4 attention heads, from q; a router of 1 head, once in 16 tokens; 3 + 6
+    # channels of each attention head for half the own chunk and half of what is before it
     "nats_l": (
         {"num_heads": 2, "num_routes": 1, "chunk_size": 16},
         12 * (12 + 12 + 24 + 24) + 24 * 12 + 2 * 12 * 2 + 4 * 48 + 2 * 3 * 6 * 12
@@ -88,8 +88,8 @@ def test_a_hybrid_without_mlp_and_with_tied_embeddings():
 
 
 def test_what_grows_with_the_length():
-    """From 64 tokens to 128: attention by 32 keys, nats_l by 16, log-linear mixers by half a state; where the last slot is in use, by
-    that slot's 8 (or 4) empty positions among 128 instead of 64."""
+    """From 64 tokens to 128: attention by 32 keys, nats_l by 16, log-linear mixers by half a state; where the last slot
+    is in use, by that slot's 8 (or 4) empty positions among 128 instead of 64."""
     grown = {
         name: forward_flops_per_token(model(name), 128) - forward_flops_per_token(model(name), 64) for name in MIXERS
     }

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from configs import lm_1b3, lm_340m, lm_books, lm_log_linear
+from configs import lm_1b3, lm_340m, lm_books, lm_log_linear, lm_nats_l
 from efla_jax import optim, sharding
 from efla_jax.layers import MIXERS
 from efla_jax.layers.level_weights import LevelOptions
@@ -26,13 +26,16 @@ MESHES = {
     "lm_340m": {"data": 1, "fsdp": 2, "tensor": 2, "context": 2},
     "lm_1b3": {"data": 1, "fsdp": -1},
     "lm_log_linear": {"data": 2, "fsdp": 2, "tensor": 2},
+    "lm_nats_l": {"data": 1, "fsdp": 2, "tensor": 2, "context": 2},
 }
+MODULES = {"lm_nats_l": lm_nats_l} | {name: module for name, (module, *_) in SIZES.items()}
 RECIPES = [(name, mixer) for name, (module, *_) in SIZES.items() for mixer in module.OPTIONS]
 # Every mixer once, and every recipe.
 TRACED = [
     *(("lm_340m", mixer) for mixer in lm_340m.OPTIONS),
     ("lm_1b3", "gated_efla"),
     *(("lm_log_linear", mixer) for mixer in lm_log_linear.OPTIONS if mixer.startswith("log_linear")),
+    ("lm_nats_l", "nats_l"),
 ]
 
 
@@ -73,7 +76,7 @@ def hand_count(name: str, mixer: str) -> int:
 
 
 def plain_config(name: str, mixer: str) -> dict:
-    return settings.plain(SIZES[name][0].get_config(mixer))
+    return settings.plain(MODULES[name].get_config(mixer))
 
 
 def built(name: str, mixer: str):
