@@ -22,7 +22,7 @@ NAMES = ("o", "dq", "dk", "dv", "dselected")
 # Documents that end before, at and behind the border of a chunk, and padding before, in and behind them.
 LENGTHS = ((5, 33, 1, 16, 38), (3, 1, 7, 48, 34))
 # Pieces of each row: over many borders, at, just before and just behind one, empty, and of one token.
-PIECES = ((15, 1, 16, 17, 0, 24, 20, 0), (24, 24, 24, 1, 7, 0, 0, 13))
+PIECES = ((15, 1, 16, 17, 0, 24, 20, 0), (24, 20, 24, 1, 7, 0, 4, 13))
 
 
 def packed_ids() -> np.ndarray:
@@ -86,6 +86,7 @@ def fed(packed=True, counterfactual=False, blocks=None):
         here = jnp.minimum(entry[:, None] + jnp.arange(count), arguments[3].shape[1] - 1)
         selected = jnp.take_along_axis(arguments[3], here[..., None], axis=1)
         ids = jnp.where(index < 0, 0, jnp.take_along_axis(ids, token, axis=1))
+        q, k, v = (jnp.where((ids == 0)[..., None, None], jnp.nan, x) for x in (q, k, v))
         state = state._replace(**{x: jnp.where(begins, 0, getattr(state, x)) for x in ("pages", "position")})
         options = dict(segment_ids=ids if packed else None, chunk_size=SIZE, counterfactual=counterfactual)
         o, after = ops.block_sparse_attention(q, k, v, selected, initial_state=state, **options)
@@ -136,14 +137,21 @@ def holds(state, k, selected, ids):
 
 
 def test_any_pieces_give_the_whole(monkeypatch):
-    """Rows cut differently, documents that end inside and between the calls; blocks of few queries and pages."""
-    for name, size in (("QUERIES", 8), ("PAGES", 3)):
+    """Rows cut differently, documents that end inside and between the calls, NaN at padding; blocks of few queries
+    and pages, of which the last overlaps the one before."""
+    for name, size in (("QUERIES", 8), ("PAGES", 4)):
         monkeypatch.setattr(sys.modules["efla_jax.ops.selected_pages"], name, size)
     heads = (6, 3, 2)
     arguments, cotangent = case(heads)
     for ids in (EVERY, IDS):
         calls = plan(ids, PIECES, 24)
-        compare(fed(blocks=(8, 3)), arguments, cotangent, ids, calls, empty(heads, 8))
+        compare(fed(blocks=(8, 4)), arguments, cotangent, ids, calls, empty(heads, 7))
+    # All selected, the fourth chunk is one page too much: what follows is NaN, however the rows are cut.
+    arguments = *arguments[:3], jnp.ones_like(arguments[3])
+    (lost, *_), after = fed(blocks=(8, 4))(arguments, cotangent, EVERY, plan(EVERY, PIECES, 24), empty(heads, 7))
+    (o,), _ = block_sparse_and_gradients(arguments, EVERY, SIZE, (cotangent,))
+    assert np.isnan(lost[:, 4 * SIZE :]).all() and after.pages.tolist() == [10, 10]
+    assert_close((lost[:, : 4 * SIZE],), (o[:, : 4 * SIZE],), ("o",), TOLERANCE["float32"])
 
 
 def test_choices_that_were_not_made_have_the_gradient_of_their_own_call():
