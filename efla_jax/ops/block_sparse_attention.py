@@ -38,6 +38,7 @@ from efla_jax.ops.sharded import repeat_key_heads, sharded
 from efla_jax.shapes import SegmentIds, check_chunk_size, check_floating, check_heads, check_segment_ids, check_shapes
 
 QUERIES, KEYS = 256, 512  # slots of a tile of queries and of a block of keys: scores alive at once, and work in vain
+POOL = ("BMCEK", "BMCEV", "BM", "BM", "B")  # legends of a `Pool`, the first fields of a `SelectedKV`
 
 
 def block_sparse_attention(
@@ -88,7 +89,7 @@ def block_sparse_attention(
     options = Options(chunk_size, implementation, counterfactual)
     if initial_state is None:
         return whole(options, q, k, v, selected, kv, segment_ids)
-    lost = outgrown(kv, document_chunks(*k.shape[:2], chunk_size, segment_ids, kv.position), selected)
+    lost = outgrown(kv, document_chunks(k.shape[0], k.shape[1], chunk_size, segment_ids, kv.position), selected)
     call = one_token if k.shape[1] == 1 else continued
     o, state = call(options, q, k, v, selected, kv, segment_ids)
     nan = np.asarray(np.nan, o.dtype)  # of numpy: jax_debug_nans would stop at an array of jax, used or not
@@ -138,7 +139,7 @@ def starting(k, v, selected, size: int) -> SelectedKV:
 
 
 def whole(options: Options, q, k, v, selected, kv: SelectedKV, segment_ids) -> tuple[jax.Array, SelectedKV]:
-    chunks = document_chunks(*k.shape[:2], options.size, segment_ids)
+    chunks = document_chunks(k.shape[0], k.shape[1], options.size, segment_ids)
     packed = segment_ids is not None
     if packed:
         q, k, v = (mask_padding(chunks.real, x) for x in (q, k, v))
@@ -166,19 +167,18 @@ def continued(options: Options, q, k, v, selected, kv: SelectedKV, segment_ids) 
     k, v = (jnp.concatenate([x.astype(y.dtype), y], axis=1) for x, y in ((kv.open_k, k), (kv.open_v, v)))
     q = jnp.pad(q, ((0, 0), (size, 0), (0, 0), (0, 0)))
     q, k, v = (mask_padding(chunks.real, x) for x in (q, k, v))
-    packed = segment_ids is not None
+    packed, fields = segment_ids is not None, len(chunks)
 
     def local(q, k, v, selected, *rest):
-        chunks, pool = DocumentChunks(*rest[: len(chunks_of)]), Pool(*rest[len(chunks_of) :])
+        chunks, pool = DocumentChunks(*rest[:fields]), Pool(*rest[fields:])
         o, log_sum = in_tiles(q, k, v, selected, chunks, options, packed, True)
         mine = (chunks.real & (chunks.document == 0))[:, size:]
         o = with_pages(o[:, size:], log_sum[:, size:], q[:, size:], mine, selected.shape[2], pool)
         return mask_padding(chunks.real[:, size:], o)
 
-    chunks_of = DocumentChunks._fields
     # Rows are split, heads are not: a page has those of one routing head, whichever that is.
-    legends = ("BSQK", "BSXK", "BSXV", "BNR", *("BS",) * len(chunks), *POOL)
-    arrays = (q, k, v, selected, *chunks, *Pool(*kv[:5]))
+    legends = ("BSQK", "BSXK", "BSXV", "BNR", *("BS",) * fields, *POOL)
+    arrays = (q, k, v, selected, *chunks, *kv[:5])
     o = over_mesh(options, local, arrays, legends, "BSQV")
     return o, advanced(kv, chunks, selected, held_by(k, v, chunks, selected.shape[1], size))
 
@@ -207,9 +207,6 @@ def one_token(options: Options, q, k, v, selected, kv: SelectedKV, segment_ids) 
     legends = ("BSQK", "BCXK", "BCXV", "BNR", "BC", "BS", *POOL)
     arrays = (q, open_k, open_v, selected, used, chunks.real, *state[:4], kv.pages)
     return over_mesh(options, local, arrays, legends, "BSQV").astype(v.dtype), state
-
-
-POOL = ("BMCEK", "BMCEV", "BM", "BM", "B")
 
 
 def over_mesh(options: Options, local: Callable, arrays, legends, result: str) -> jax.Array:

@@ -91,8 +91,8 @@ def grow_selected_kv(state: SelectedKV, pages: int) -> SelectedKV:
         return jnp.pad(x, ((0, 0), (0, pages - room)) + ((0, 0),) * (x.ndim - 2))
 
     used = jnp.where(state.pages > room, state.pages + pages - room, state.pages)
-    pool = (padded(x) for x in (state.k, state.v, state.owner, state.weight))
-    return SelectedKV(*pool, used, *state[5:])
+    pool = {name: padded(getattr(state, name)) for name in ("k", "v", "owner", "weight")}
+    return state._replace(**pool, pages=used)
 
 
 def check_selected_kv(kv: SelectedKV, q, k, v, selected, chunk_size: int) -> None:
@@ -223,8 +223,8 @@ def with_pages(o: jax.Array, log_sum: jax.Array, q: jax.Array, mine: jax.Array, 
 
     paged, log_pages = joined(paged), joined(log_pages)
     total = jnp.logaddexp(log_sum, log_pages)
-    parts = (jnp.exp(log_sum - total), o), (jnp.exp(log_pages - total), paged)
-    return sum(part[..., None] * x.astype(jnp.float32) for part, x in parts).astype(o.dtype)
+    own, others = jnp.exp(log_sum - total)[..., None], jnp.exp(log_pages - total)[..., None]
+    return (own * o.astype(jnp.float32) + others * paged).astype(o.dtype)
 
 
 class Block(NamedTuple):
@@ -301,8 +301,9 @@ def over_pages(plan, q, k, v, owner, weight, pages, mine) -> tuple[jax.Array, ja
 
     if q.shape[4] == queries:
         return block(0)
-    found = lax.map(block, jnp.arange(q.shape[4] // queries))
-    return tuple(jnp.moveaxis(x, 0, 4).reshape(*q.shape[:5], *x.shape[6:]) for x in found)
+    o, log_sum = lax.map(block, jnp.arange(q.shape[4] // queries))
+    o = jnp.moveaxis(o, 0, 4).reshape(*q.shape[:5], v.shape[-1])
+    return o, jnp.moveaxis(log_sum, 0, 4).reshape(q.shape[:5])
 
 
 def _over_pages_forward(plan, *arguments):
