@@ -90,6 +90,22 @@ def test_noise_comes_with_a_dropout_rng_only_and_draws_the_softmax():
     assert np.all(np.asarray(plain)[..., 0] == 1)
 
 
+def test_what_was_open_counts_in_the_document_that_goes_on_alone():
+    """Documents of 5 tokens: one ends after 3 more, before it fills its chunk, and one goes on over a border."""
+    x = inputs(20)
+    ids = jnp.asarray([[1] * 3 + [2] * 17, [1] * 20], jnp.int32)
+    params = jax.jit(Router(HEADS, SIZE).init)(jax.random.key(0), x)
+
+    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    def slope(pooled):
+        choice, after = Router(HEADS, SIZE).apply(params, x, ids, jnp.full((BATCH,), 5), pooled)
+        return jnp.sum(choice[..., 0]), after
+
+    by_pooled, after = jax.grad(slope, has_aux=True)(jnp.ones((BATCH, WIDTH)))
+    assert not np.any(by_pooled[0]) and np.all(by_pooled[1] != 0)
+    np.testing.assert_allclose(after, [x[0, 19], x[1, 11:].sum(0)], rtol=1e-5)
+
+
 def test_the_softmax_fraction_is_of_full_chunks_and_can_be_penalised():
     mixer, params = make(), parameters()
 
@@ -183,9 +199,10 @@ def test_packed_and_padded_documents_equal_documents_alone():
 
 
 def test_prefill_and_decoding_across_borders_are_one_pass():
-    """Rows whose prompts end a token before a border, on it and behind it; the cache holds what each head selected, and
-    the rows go on to different borders at different steps."""
-    mixer, params = make(step="efla"), parameters()  # that of Gated DeltaNet is in the tests over all mixers
+    """Rows whose prompts end a token before a border, on it and behind it, with rotary positions; the cache, that of a
+    first call, holds what each head selected, and the rows go on to different borders at different steps."""
+    # The step of Gated DeltaNet is in the tests over all mixers.
+    mixer, params = make(step="efla", rope_base=100.0, max_length=TIME), parameters()
     lengths, steps = np.array([SIZE - 1, SIZE, SIZE + 1]), 2 * SIZE + 4
     x = jnp.concatenate([inputs(), inputs(seed=5)[:1]])
     choice = routed(x)
@@ -200,7 +217,7 @@ def test_prefill_and_decoding_across_borders_are_one_pass():
             y, cache = mixer.apply(params, token[:, None], None, cache)
             return cache, y[:, 0]
 
-        y, cache = mixer.apply(params, prompt, real, mixer.init_cache(3, max_length=TIME))
+        y, cache = mixer.apply(params, prompt, real)
         cache, later = jax.lax.scan(step, cache, jnp.moveaxis(rest, 1, 0))
         return y, jnp.moveaxis(later, 0, 1), cache
 
