@@ -96,12 +96,11 @@ def test_what_was_open_counts_in_the_document_that_goes_on_alone():
     ids = jnp.asarray([[1] * 3 + [2] * 17, [1] * 20], jnp.int32)
     params = jax.jit(Router(HEADS, SIZE).init)(jax.random.key(0), x)
 
-    @functools.partial(jax.jit, compiler_options=QUICKLY)
-    def slope(pooled):
+    def chosen(pooled):
         choice, after = Router(HEADS, SIZE).apply(params, x, ids, jnp.full((BATCH,), 5), pooled)
         return jnp.sum(choice[..., 0]), after
 
-    by_pooled, after = jax.grad(slope, has_aux=True)(jnp.ones((BATCH, WIDTH)))
+    by_pooled, after = jax.jit(jax.grad(chosen, has_aux=True))(jnp.ones((BATCH, WIDTH)))
     assert not np.any(by_pooled[0]) and np.all(by_pooled[1] != 0)
     np.testing.assert_allclose(after, [x[0, 19], x[1, 11:].sum(0)], rtol=1e-5)
 

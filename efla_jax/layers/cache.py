@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
-from efla_jax.ops import FenwickState, RoutedState
+from efla_jax.ops import FenwickState
 from efla_jax.ops.segments import mask_padding
 from efla_jax.shapes import SegmentIds, State
 
@@ -30,11 +30,7 @@ class RecurrentCache(NamedTuple):
 
 
 def fresh_cache(
-    batch: int,
-    conv_width: int,
-    channels: tuple[int, ...],
-    state: State | FenwickState | RoutedState,
-    dtype: DTypeLike,
+    batch: int, conv_width: int, channels: tuple[int, ...], state: State | FenwickState, dtype: DTypeLike
 ) -> RecurrentCache:
     """The cache of rows that have seen nothing: one convolution per entry of `channels` (none when conv_width is 0)."""
     conv = tuple(jnp.zeros((batch, conv_width - 1, size), dtype) for size in channels if conv_width)
