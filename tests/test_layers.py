@@ -121,6 +121,7 @@ def test_pieces_of_any_length_are_one_pass_with_gradients(name):
     gradient, the initial cache's included, are those of one pass."""
     mixer, params, x, ids = make_quickly(name), parameters(name), inputs(), jnp.asarray(IDS)
     weight = inputs(seed=3)
+    prefill, some_tokens = (9, 2) if name != "nats_l" else (0, 3)  # one program less of the largest
 
     def one_pass(params, x, cache):
         return mixer.apply(params, x, ids, cache)
@@ -130,10 +131,13 @@ def test_pieces_of_any_length_are_one_pass_with_gradients(name):
             y, cache = mixer.apply(params, *now, cache)
             return cache, y
 
-        cache, y = some(cache, (x[:, :9], ids[:, :9]))
-        rest = (jnp.moveaxis(a[:, 9:].reshape(BATCH, 6, 2, *a.shape[2:]), 1, 0) for a in (x, ids))
-        cache, later = jax.lax.scan(some, cache, tuple(rest))
-        return jnp.concatenate([y, *later], axis=1), cache
+        outputs = []
+        if prefill:
+            cache, y = some(cache, (x[:, :prefill], ids[:, :prefill]))
+            outputs.append(y)
+        rest = (a[:, prefill:].reshape(BATCH, -1, some_tokens, *a.shape[2:]) for a in (x, ids))
+        cache, later = jax.lax.scan(some, cache, tuple(jnp.moveaxis(a, 1, 0) for a in rest))
+        return jnp.concatenate([*outputs, *later], axis=1), cache
 
     def floating(tree):
         return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
@@ -383,7 +387,7 @@ def test_as_an_nnx_module(name):
         node = functools.reduce(lambda at, key: at[key] if isinstance(at, dict) else getattr(at, key), parents, wrapped)
         variable = node[last] if isinstance(node, dict) else getattr(node, last)
         variable.set_value(leaf)
-    y, _ = wrapped(x)
+    y = nnx.jit(lambda module, x: module(x)[0])(wrapped, x)
     assert relative_rms(y, applied(name)(params, x)[0]) <= CLOSE
 
 
