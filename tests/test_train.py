@@ -12,7 +12,7 @@ from configs import quickstart, smnist
 from efla_jax import data, evaluate, metrics, train
 from efla_jax.model import LanguageModel
 from efla_jax.train import loop, settings
-from efla_jax.train.step import make_gradients
+from efla_jax.train.step import make_gradients, make_signals
 
 STEPS = 6
 
@@ -233,6 +233,13 @@ def test_a_run_with_everything_on(corpus, tmp_path):
     held = evaluate.evaluate(run.model, run.params, run.dataset.eval_batches("valid"))
     assert held["loss"] == pytest.approx(run.scores["loss"], rel=1e-5)  # run.params are those that were scored
     assert "algorithm" not in (run.workdir / "parameters.txt").read_text()  # a table, not a config
+
+
+def test_a_model_that_tells_nothing_about_itself_has_no_signals():
+    options = {"attention": {"num_heads": 1}}
+    model = LanguageModel(vocab_size=8, width=4, depth=1, mixers=("attention",), mixer_options=options)
+    batch = {"tokens": jnp.zeros((1, 2), jnp.int32)}
+    assert make_signals(model)(model.init(jax.random.key(0), batch["tokens"]), batch) == {}
 
 
 CHUNK = 16

@@ -136,6 +136,6 @@ def make_signals(model: nn.Module, accumulate: int = 1) -> Callable:
             params, batch["tokens"], segment_ids=batch.get("segment_ids"), method=model.features,
             capture_intermediates=lambda module, _: isinstance(module, layers.Reading), mutable="intermediates",
         )  # fmt: skip
-        return layers.signals(captured["intermediates"], len(model.mixers))
+        return layers.signals(captured.get("intermediates", {}), len(model.mixers))
 
     return signals
