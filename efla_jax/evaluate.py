@@ -6,7 +6,6 @@ import functools
 import itertools
 import math
 import pathlib
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -17,6 +16,7 @@ import optax
 from flax import linen as nn
 
 from efla_jax import layers, metrics
+from efla_jax.layers.reading import by_layer
 from efla_jax.losses import PIECE_BYTES, Sums, cross_entropy, weighted_sums
 from efla_jax.model import LanguageModel, SequenceClassifier
 from efla_jax.ops.segments import positions
@@ -209,11 +209,7 @@ def level_weights(model: nn.Module, params, batch: Mapping[str, Any]) -> dict[in
     found: dict[int, np.ndarray] = {}
     arrays = {name: batch[name] for name in names if name in batch}
     for path, weights in jax.tree.leaves_with_path(capture(params, arrays)):
-        named = re.search(r"'(?:block|mixer)_(\d+)'", jax.tree_util.keystr(path))
-        assert named, path
-        place, weights = int(named[1]), np.asarray(weights)
-        repeated = weights if weights.ndim == 5 else weights[None]  # one entry per pass through the pattern of mixers
-        found |= {group * len(model.mixers) + place: one for group, one in enumerate(repeated)}
+        found |= by_layer(path, np.asarray(weights), len(model.mixers))
     if not found:
         raise ValueError(f"model: none of its mixers {model.mixers} is log-linear, so there are no level weights.")
     return dict(sorted(found.items()))

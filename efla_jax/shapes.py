@@ -1,8 +1,8 @@
 """The legend of shapes, the jaxtyping aliases of the public signatures, and the checks every op begins with.
 
     B batch    T time (tokens)    G key heads    H heads (value heads; G divides H, head h reads key head h // (H // G))
-    K key dim  V value dim        C chunk length N chunks    L Fenwick levels    M slots of a key-value cache
-    D width    W taps of a convolution, P = W - 1
+    K key dim  V value dim        C chunk length N chunks    L Fenwick levels    M slots or pages of a key-value cache
+    D width    W taps of a convolution, P = W - 1    R routing heads      E key heads of a page
 
 The layout is always [batch, time, heads, dim]: never [batch, heads, time, dim].
 """
@@ -31,7 +31,10 @@ AXES = {
     "D": "width",
     "W": "taps",
     "L": "levels",
+    "C": "chunk length",
     "N": "chunks",
+    "R": "routing heads",
+    "E": "key heads of a page",
     "P": "taps - 1",
     "M": "capacity",
 }

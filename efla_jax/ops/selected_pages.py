@@ -148,7 +148,7 @@ def outgrown(kv: SelectedKV, chunks: DocumentChunks, selected: jax.Array) -> jax
         raise ValueError(
             f"initial_state: room for {room} pages, but with this call a document's routing heads have selected {most}"
             f" chunks (before: {kv.pages.tolist()}). Make the pool larger: init_selected_kv(pages={most}), or"
-            f" grow_selected_kv(state, {most}) before the call."
+            f" grow_selected_kv(state, {most}) before the call; of a mixer: max_length and softmax_room."
         )
     return chunks.real & (before + base > room)
 
