@@ -287,7 +287,7 @@ def unchecked():
     [
         ({"owner": jnp.zeros((2, 4))}, "initial_state.owner: dtype float32 is not int32"),
         ({"position": jnp.zeros((3,), jnp.int32)}, "initial_state.position: shape .* B .* 3 here but 2 in q"),
-        ({"open_k": jnp.zeros((2, 32, 3, 8))}, r"initial_state.open_k: shape .* C \(C\) is 32 here but 16"),
+        ({"open_k": jnp.zeros((2, 32, 3, 8))}, r"initial_state.open_k: shape .* C \(chunk length\) is 32 here but 16"),
         ({"open_v": jnp.zeros((2, 16, 3, 6))}, "initial_state.open_v: shape .* V .* 6 here but 5 in v"),
         ({"weight": jnp.zeros((2, 4), int)}, "initial_state.weight: dtype int"),
         ({x: jnp.zeros((2, 4, 16, 2, n)) for x, n in (("k", 8), ("v", 5))}, "initial_state.k: pages of E=2 .* 3 each"),
