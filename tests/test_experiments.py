@@ -132,7 +132,7 @@ def test_benchmark_writes_table_and_picture(tmp_path):
     assert (tmp_path / "benchmark.png").exists() and "| 32 | chunked |" in (tmp_path / "benchmark.md").read_text()
 
 
-@pytest.mark.parametrize("op", ["block_sparse_attention", "routed_delta_rule"])
+@pytest.mark.parametrize("op", ["block_sparse_attention", pytest.param("routed_delta_rule", marks=pytest.mark.slow)])
 def test_benchmark_of_routed_operators(op, tmp_path):
     sizes = ("--heads=2", "--key_dim=4", "--value_dim=8", "--chunk_size=16", "--repeats=1", "--lengths=96,192")
     status, output = run("experiments.benchmark", f"--op={op}", "--selected=0.5", *sizes, f"--out={tmp_path}")

@@ -246,7 +246,7 @@ CHUNK = 16
 ROUTED = {"nats_l": {"num_heads": 2, "head_dim": 4, "chunk_size": CHUNK, "implementation": "recurrent"}}
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_softmax_penalty_is_a_mean_over_layers_heads_and_chunks(accumulate):
     """Through scan and remat; microbatches of equal weight make the gradient of one batch."""
     model = LanguageModel(31, 12, 2, ("nats_l",), ROUTED, mlp="none", remat="full")
