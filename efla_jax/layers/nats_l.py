@@ -27,7 +27,7 @@ from efla_jax.ops import (
     routed_delta_rule,
 )
 from efla_jax.ops.segments import mask_padding, positions
-from efla_jax.shapes import SegmentIds, check_heads
+from efla_jax.shapes import SegmentIds
 
 SOFTMAX, LINEAR = 0, 1  # of a choice of the router; the weights of the merge come the other way round
 
@@ -106,8 +106,13 @@ class NATSL(GatedDeltaNet):
                 f"num_key_heads: {self.num_key_heads}, but both branches cut the same channels into heads: it must be"
                 f" num_heads={self.num_heads}. Leave it out."
             )
-        check_heads(self.routes(), self.num_heads)
-        return super().sizes()
+        sizes = super().sizes()
+        if self.routes() < 1 or self.num_heads % self.routes():
+            raise ValueError(
+                f"num_routes: {self.num_routes}, but it must divide num_heads={self.num_heads}: a routing head decides"
+                " for as many heads as every other. Set one that does, or leave it out for one each."
+            )
+        return sizes
 
     @nn.nowrap
     def routes(self) -> int:
