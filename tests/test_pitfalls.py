@@ -351,6 +351,14 @@ def test_gradients_per_example_on_a_mesh_that_splits_time():
     tree_close(jax.device_get(spread), alone)
 
 
+@pytest.mark.parametrize("name", MIXERS)
+def test_no_buffer_of_a_fresh_cache_is_another_leaf_too(name):
+    """Beyond: who decodes with a mixer alone may donate its cache, and no buffer is donated twice."""
+    fresh = MIXERS[name](width=WIDTH, **OPTIONS[name]).init_cache(2)
+    buffers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(fresh) if leaf.size]
+    assert len(set(buffers)) == len(buffers)
+
+
 def test_donated_caches_and_gradients_through_decoding():
     """Beyond: a cache may be donated from its first call on, no buffer twice (a warning is an error here); gradients
     through a prefill and a scan of steps are those of one pass."""

@@ -31,8 +31,9 @@ class RoutedState(NamedTuple):
 
 def init_routed_state(batch: int, heads: int, key_dim: int, value_dim: int) -> RoutedState:
     """The state of documents that have not begun."""
-    state = jnp.zeros((batch, heads, key_dim, value_dim), jnp.float32)
-    return RoutedState(state, state, jnp.zeros((batch, heads), jnp.float32), jnp.zeros((batch,), jnp.int32))
+    # Each a buffer of its own: none can be donated twice.
+    state, start = (jnp.zeros((batch, heads, key_dim, value_dim), jnp.float32) for _ in range(2))
+    return RoutedState(state, start, jnp.zeros((batch, heads), jnp.float32), jnp.zeros((batch,), jnp.int32))
 
 
 class Routed(NamedTuple):

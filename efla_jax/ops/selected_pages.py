@@ -70,8 +70,9 @@ def init_selected_kv(
     shared = math.lcm(num_key_heads, num_routes) // num_routes
     k, v = (jnp.zeros((batch, pages, chunk_size, shared, dim), dtype) for dim in (key_dim, value_dim))
     open_k, open_v = (jnp.zeros((batch, chunk_size, num_key_heads, dim), dtype) for dim in (key_dim, value_dim))
-    owner, none = jnp.zeros((batch, pages), jnp.int32), jnp.zeros((batch,), jnp.int32)
-    return SelectedKV(k, v, owner, jnp.zeros((batch, pages), jnp.float32), none, open_k, open_v, none)
+    owner, weight = jnp.zeros((batch, pages), jnp.int32), jnp.zeros((batch, pages), jnp.float32)
+    used, position = (jnp.zeros((batch,), jnp.int32) for _ in range(2))  # two buffers, so that a cache can be donated
+    return SelectedKV(k, v, owner, weight, used, open_k, open_v, position)
 
 
 def grow_selected_kv(state: SelectedKV, pages: int) -> SelectedKV:
