@@ -248,22 +248,26 @@ ROUTED = {"nats_l": {"num_heads": 2, "head_dim": 4, "chunk_size": CHUNK, "implem
 
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_softmax_penalty_is_a_mean_over_layers_heads_and_chunks(accumulate):
-    """Through scan and remat; microbatches of equal weight make the gradient of one batch."""
+    """Through scan and remat; microbatches make the gradient of one batch, though one has four times the chunks of the
+    other and half its weight."""
     model = LanguageModel(31, 12, 2, ("nats_l",), ROUTED, mlp="none", remat="full")
     keys = jax.random.split(jax.random.key(2), 2)
     tokens = jax.random.randint(keys[0], (4, 2 * CHUNK + 3), 0, 31)
-    batch = {"tokens": tokens, "targets": tokens[:, ::-1], "mask": jnp.ones(tokens.shape)}
+    mask = jnp.array([1.0, 3.0, 1.0, 3.0])[:, None] * jnp.ones(tokens.shape)
+    ids = jnp.ones(tokens.shape, jnp.int32).at[1, CHUNK - 1 :].set(2).at[3, CHUNK - 1 :].set(0)
+    batch = {"tokens": tokens, "targets": tokens[:, ::-1], "mask": mask * (ids != 0), "segment_ids": ids}
     params = jax.jit(model.init)(keys[1], tokens)
 
     def by_hand(params):
         (logits, _), state = model.apply(
-            params, tokens, capture_intermediates=lambda module, _: module.name == "softmax_fraction",
+            params, tokens, ids, capture_intermediates=lambda module, _: module.name == "softmax_fraction",
             mutable="intermediates",
         )  # fmt: skip
         fraction = state["intermediates"]["groups"]["block_0"]["mixer"]["router"]["softmax_fraction"]["__call__"][0]
         assert fraction.mean.shape == (2, 2)
         nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], axis=-1)
-        return jnp.mean(nats) + 3.0 * jnp.mean(fraction.mean), jnp.mean(fraction.mean)
+        nats = jnp.sum(nats[..., 0] * batch["mask"]) / jnp.sum(batch["mask"])
+        return nats + 3.0 * jnp.mean(fraction.mean), jnp.mean(fraction.mean)
 
     wanted, fraction = jax.jit(jax.grad(by_hand, has_aux=True))(params)
     assert 0 < fraction < 1

@@ -11,8 +11,10 @@ from flax import linen as nn
 
 from efla_jax import layers, optim
 from efla_jax.evaluate import sums_and_readings
+from efla_jax.layers import MIXERS
 from efla_jax.layers.reading import is_softmax_fraction, mean_softmax_fraction
-from efla_jax.model import LanguageModel
+from efla_jax.model import LanguageModel, mixer_fields
+from efla_jax.ops.document_chunks import document_chunks
 
 
 class TrainState(NamedTuple):
@@ -40,6 +42,14 @@ def microbatches(batch: Mapping[str, jax.Array], count: int) -> dict[str, jax.Ar
     return {name: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1) for name, x in batch.items()}
 
 
+def full_chunks(model: nn.Module, batch: Mapping[str, jax.Array]) -> jax.Array:
+    """How many chunks of a batch fill up, float32: those that the softmax fraction of its routers is a mean over."""
+    size = MIXERS["nats_l"](**mixer_fields(model, "nats_l"), parent=None).chunk_size
+    shape = batch["tokens" if "tokens" in batch else "pixels"].shape[:2]
+    chunks = document_chunks(*shape, size, batch.get("segment_ids"))
+    return jnp.sum(chunks.closes, dtype=jnp.float32)
+
+
 def make_gradients(
     model: nn.Module, accumulate: int, loss_chunk: int, z_loss: float, softmax_penalty: float
 ) -> Callable:
@@ -47,26 +57,35 @@ def make_gradients(
     after another."""
     capture = is_softmax_fraction if softmax_penalty else False
 
-    def summed(params, part, key):
+    def summed(params, part, key, price):
         sums, readings = sums_and_readings(
             model, params, part, {"dropout": key}, chunk=loss_chunk, z_loss=z_loss, capture=capture
         )
         penalty = jnp.zeros(())
         if softmax_penalty:
-            penalty = sums.weight * softmax_penalty * mean_softmax_fraction(readings)
+            penalty = price * full_chunks(model, part) * mean_softmax_fraction(readings)
         return sums.loss + sums.z + penalty, (sums, penalty)
 
     gradient = jax.grad(summed, has_aux=True)
+
+    def price_of(batch):  # of a chunk that chooses softmax: all of the batch know it, whatever their part of the chunks
+        if not softmax_penalty:
+            return jnp.zeros(())
+        weight = jnp.sum(jnp.maximum(batch["mask"], 0), dtype=jnp.float32)
+        return softmax_penalty * weight / jnp.maximum(full_chunks(model, batch), 1)
+
     if accumulate == 1:
-        return gradient
+        return lambda params, batch, key: gradient(params, batch, key, price_of(batch))
 
     def gradients(params, batch, key):
+        price = price_of(batch)
+
         def add(total, part):
             index, rows = part
-            return jax.tree.map(jnp.add, total, gradient(params, rows, jax.random.fold_in(key, index))), None
+            return jax.tree.map(jnp.add, total, gradient(params, rows, jax.random.fold_in(key, index), price)), None
 
         parts = jnp.arange(accumulate), microbatches(batch, accumulate)
-        shapes = jax.eval_shape(gradient, params, jax.tree.map(lambda x: x[0], parts[1]), key)
+        shapes = jax.eval_shape(gradient, params, jax.tree.map(lambda x: x[0], parts[1]), key, price)
         zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         return jax.lax.scan(add, zero, parts)[0]
 
