@@ -45,8 +45,8 @@ def microbatches(batch: Mapping[str, jax.Array], count: int) -> dict[str, jax.Ar
 def full_chunks(model: nn.Module, batch: Mapping[str, jax.Array]) -> jax.Array:
     """How many chunks of a batch fill up, float32: those that the softmax fraction of its routers is a mean over."""
     size = MIXERS["nats_l"](**mixer_fields(model, "nats_l"), parent=None).chunk_size
-    shape = batch["tokens" if "tokens" in batch else "pixels"].shape[:2]
-    chunks = document_chunks(*shape, size, batch.get("segment_ids"))
+    rows, time = batch["tokens" if "tokens" in batch else "pixels"].shape[:2]
+    chunks = document_chunks(rows, time, size, batch.get("segment_ids"))
     return jnp.sum(chunks.closes, dtype=jnp.float32)
 
 
