@@ -117,3 +117,8 @@ def test_words_of_a_folder(tmp_path):
 def test_refuses(kind, text, length, depth, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         Needles(kind, encode, text).prompt(length, depth)
+
+
+def test_refuses_a_negative_seed():
+    with pytest.raises(ValueError, match="seed=-1 is negative"):
+        Needles("single_1", encode, seed=-1)

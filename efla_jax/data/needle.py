@@ -82,7 +82,7 @@ class Needles:
     """Prompts of one kind, as a function of (seed, index, length, depth).
 
     encode: text to ids without special tokens; bos >= 0 is put in front. text: the haystack, for kinds that want one.
-    Raises ValueError for an unknown kind, and for a text that is missing or not wanted.
+    Raises ValueError for an unknown kind, a negative seed, and a text that is missing or not wanted.
     """
 
     def __init__(
@@ -91,6 +91,8 @@ class Needles:
     ):  # fmt: skip
         if kind not in KINDS:
             raise ValueError(f"kind={kind!r} must be one of {', '.join(KINDS)}")
+        if seed < 0:
+            raise ValueError(f"seed={seed} is negative; give 0 or more")
         self._kind, self._encode, self._bos, self._seed, self._words = KINDS[kind], encode, bos, seed, words
         if bool(text.strip()) != (self._kind.haystack == "text"):
             wants = "hides its needle in a text: give a haystack" if not text.strip() else "has its own: leave it out"
