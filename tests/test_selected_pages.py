@@ -273,6 +273,19 @@ def test_a_token_is_written_in_place():
     assert temporary(2000) < 1.1 * temporary(200)
 
 
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_cache_may_come_from_the_host(tokens, unchecked):
+    """A conversation that was put away is in arrays of numpy."""
+    heads = (6, 3, 2)
+    (q, k, v, selected), _ = case(heads)
+    state = jax.device_get(empty(heads, 4))
+    o, after = ops.block_sparse_attention(
+        *(x[:, :tokens] for x in (q, k, v)), selected[:, :1], initial_state=state, chunk_size=SIZE
+    )
+    np.testing.assert_allclose(o[:, 0], np.repeat(v[:, 0], 2, axis=1), rtol=1e-6)
+    assert after.position.tolist() == [tokens, tokens]
+
+
 @pytest.fixture
 def unchecked():
     """Shapes reach the op's own checks, not those of the test session."""

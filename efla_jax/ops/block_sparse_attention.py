@@ -82,7 +82,7 @@ def block_sparse_attention(
     ([6.0, 4.5, 3.0], [1])
     """
     check_arguments(q, k, v, selected, initial_state, segment_ids, chunk_size)
-    kv = starting(k, v, selected, chunk_size) if initial_state is None else initial_state
+    kv = starting(k, v, selected, chunk_size) if initial_state is None else jax.tree.map(jnp.asarray, initial_state)
     if k.shape[1] == 0:
         return jnp.zeros((*q.shape[:3], v.shape[-1]), v.dtype), kv
     selected = selected.astype(jnp.float32)
