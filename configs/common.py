@@ -38,7 +38,6 @@ def base() -> ConfigDict:
             loss_chunk=0,  # tokens of time whose logits exist at once; 0: by size
             z_loss=0.0,
             softmax_penalty=0.0,  # times the part of the chunks that choose softmax, of nats_l
-            across_documents=False,  # rows as one document each, whatever begins in them: less work for a mixer
             matmul_precision="tensorfloat32",
             log_every=10,
             signals_every=0,  # how stiff and how forgetful the mixers are

@@ -78,7 +78,7 @@ def scored(found):
     pairs = []
     for batch in found:
         live = batch["mask"] == 1
-        assert (batch["segment_ids"][live] > 0).all() and set(np.unique(batch["mask"])) <= {0.0, 1.0}
+        assert (batch.get("segment_ids", batch["mask"])[live] > 0).all() and set(np.unique(batch["mask"])) <= {0.0, 1.0}
         pairs += zip(batch["tokens"][live].tolist(), batch["targets"][live].tolist(), strict=True)
     return pairs
 
@@ -97,7 +97,7 @@ def test_loss_mask_is_that_of_the_target():
     assert packed["segment_ids"].tolist() == [1, 1, 1, 2, 2]
 
 
-@pytest.mark.parametrize("packed", ["windows", "first_fit"])
+@pytest.mark.parametrize("packed", ["windows", "first_fit", "stream"])
 @pytest.mark.parametrize("window", [1, 7, 16, 64])
 def test_evaluation_scores_every_target_once(folders, packed, window):
     for split in ("valid", "train"):
@@ -106,8 +106,9 @@ def test_evaluation_scores_every_target_once(folders, packed, window):
         assert all(v.shape == (3, window) for batch in found for v in batch.values())
         expected, pairs = targets(folders[0], split), scored(found)
         assert len(pairs) == len(expected) and sorted(pairs) == sorted(expected)
-        if packed == "windows":
+        if packed != "first_fit":
             assert pairs == expected
+        assert all(("segment_ids" in batch) == (packed != "stream") for batch in found)
 
 
 def test_packer_round_trip():
@@ -434,7 +435,7 @@ def test_two_tokenizers_are_refused_naming_both(folders, own, tmp_path):
     [
         ({"path": ""}, "kind='tokens' needs path='' or paths=.., one of them"),
         ({"paths": ("x",)}, "needs path='.*' or paths=.'x',., one of them"),
-        ({"packing": "best"}, "packing='best' must be one of windows, first_fit"),
+        ({"packing": "best"}, "packing='best' must be one of windows, first_fit, stream"),
         ({"weights": (1.0, 2.0)}, "weights=.1.0, 2.0. must be 1 positive numbers"),
         ({"weights": (0.0,)}, "weights=.0.0,. must be 1 positive numbers"),
         ({"window": 0}, "window=0 must be >= 1"),

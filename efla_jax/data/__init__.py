@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 KINDS = ("text", "images", "tokens", "recall")
-PACKINGS = ("windows", "first_fit")
+PACKINGS = ("windows", "first_fit", "stream")
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,9 @@ class DataConfig:
     valid_fraction concern text; worker_count > 0 reads in that many processes and does not change the data.
 
     "tokens" are folders written by prepare_data: one `path`, or `paths` mixed by `weights` (none: by size). packing
-    "windows" cuts the stream every T tokens, "first_fit" keeps documents whole where they fit. verify=True compares
-    every checksum before the first batch.
+    "windows" cuts the stream every T tokens, "first_fit" keeps documents whole where they fit, "stream" is "windows"
+    without segment_ids: rows are read across the borders between documents. verify=True compares every checksum before
+    the first batch.
 
     "recall" is generated: `task` holds the fields of `recall.Recall`, its lengths among them.
     """
@@ -181,12 +182,13 @@ class TokenDataset:
         window = self._config.window
         if self._config.packing == "first_fit" and corpora:
             return PackedRows(corpora, window)
+        borders = self._config.packing != "stream"
         # A shard too short for one window trains nothing; an evaluation pads it.
         long = [corpus for corpus in corpora if pad_tail or len(corpus.tokens) > window]
         if not long:
             raise ValueError(f"window={window} is longer than every train shard of path={path!r}; use a shorter "
                              "window, packing='first_fit' or more text")
-        return Concatenated([TokenWindows(corpus, window, pad_tail) for corpus in long])
+        return Concatenated([TokenWindows(corpus, window, pad_tail, borders) for corpus in long])
 
     def train_iterator(self, start_step: int = 0, rows: slice | None = None) -> BatchIterator:
         """Endless iterator whose first batch is that of `start_step`; rows: the part of each batch to read."""

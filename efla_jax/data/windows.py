@@ -18,9 +18,10 @@ class TokenWindows:
 
     `pad_tail=False` leaves out the last, incomplete window (training). `pad_tail=True` pads it, so that every target of
     the stream has mask 1 in exactly one item; the first token of a document has no context and is never a target.
+    `borders=False` leaves out segment_ids: what is scored stays the same, but a token has all before it as its past.
     """
 
-    def __init__(self, corpus: Corpus, window: int, pad_tail: bool = False):
+    def __init__(self, corpus: Corpus, window: int, pad_tail: bool = False, borders: bool = True):
         offsets = np.asarray(corpus.offsets)
         if window < 1:
             raise ValueError(f"window={window} must be >= 1")
@@ -32,7 +33,7 @@ class TokenWindows:
         if self._length == 0:
             raise ValueError(f"window={window} is longer than the corpus: {pairs + 1} tokens, a window needs one "
                              "more than its length; use a shorter window or more text")
-        self._corpus, self._window = corpus, window
+        self._corpus, self._window, self._borders = corpus, window, borders
 
     def __len__(self) -> int:
         return self._length
@@ -50,7 +51,8 @@ class TokenWindows:
         if self._corpus.loss is not None:
             mask[: len(real) - 1] &= self._corpus.loss[start + 1 : start + len(real)] > 0
         mask = mask.astype(np.float32)
-        return {"tokens": piece[:-1], "targets": piece[1:], "mask": mask, "segment_ids": segments[:-1]}
+        item = {"tokens": piece[:-1], "targets": piece[1:], "mask": mask}
+        return item | {"segment_ids": segments[:-1]} if self._borders else item
 
 
 class Concatenated:

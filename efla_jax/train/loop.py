@@ -210,7 +210,7 @@ def score(job: Job, state: TrainState, split: str = "") -> dict[str, float]:
     split = split or HELD_OUT[dataset.kind]
     evaluated = functools.partial(
         evaluate, job.parts.model, params,
-        place=lambda batch: sharding.place(job.parts.mesh, as_read(job, batch)), limit=options["eval_batches"],
+        place=functools.partial(sharding.place, job.parts.mesh), limit=options["eval_batches"],
         chunk=options["loss_chunk"],
     )  # fmt: skip
     with job.clock.on("score"):
@@ -320,16 +320,7 @@ def next_batch(job: Job, iterator, step: int) -> dict[str, jax.Array] | None:
         batch = next(iterator, None)
         if not hosts.agree_on_next(step, batch is not None) or batch is None:
             return None
-        return sharding.place(job.parts.mesh, as_read(job, batch), job.config["data"]["batch_size"])
-
-
-def as_read(job: Job, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A batch as the model sees it: with train.across_documents without the borders between documents.
-
-    Padding stands at the end of a row and is not scored, so that nothing that counts sees it."""
-    if job.config["train"]["across_documents"]:
-        return {name: x for name, x in batch.items() if name != "segment_ids"}
-    return batch
+        return sharding.place(job.parts.mesh, batch, job.config["data"]["batch_size"])
 
 
 class Trace:

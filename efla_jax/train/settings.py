@@ -25,7 +25,6 @@ TRAIN: dict[str, int | float | str] = {
     "loss_chunk": 0,
     "z_loss": 0.0,
     "softmax_penalty": 0.0,
-    "across_documents": False,
     "log_every": 1,
     "signals_every": 0,
     "eval_every": 0,
@@ -44,7 +43,7 @@ TRAIN: dict[str, int | float | str] = {
 }
 PRECISIONS = ("tensorfloat32", "highest")  # of the float32 products of layers; operators name their own
 # What may differ between a run and its continuation: where and how it is computed, seen and kept, not what.
-FIXED = {"steps", "z_loss", "softmax_penalty", "across_documents", "matmul_precision"}
+FIXED = {"steps", "z_loss", "softmax_penalty", "matmul_precision"}
 FREE = {f"train.{name}" for name in TRAIN if name not in FIXED} | {
     "mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.context", "data.path", "data.paths", "data.worker_count",
     "data.eval_batch_size", "data.verify", "model.remat", "model.scan",
