@@ -1,0 +1,71 @@
+"""The GPU kernel of one token, seen as an implementation of both recurrences: gates folded, gradients, vmap.
+
+The gradient is that of "recurrent": a token that is differentiated is not decoded, and its state is not in place."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import custom_batching
+
+from efla_jax.ops.arguments import Recurrence
+from efla_jax.ops.recurrent import recurrent
+
+
+def one_token(x: Recurrence, interpret=None) -> tuple[jax.Array, jax.Array]:
+    """Outputs [B, 1, H, V] in the dtype of u and the state [B, H, K, V] float32 after one token per row.
+
+    A state that is donated, or carried by a loop, is updated in its buffer. interpret: parameters of Mosaic's
+    interpreter. Raises NotImplementedError for sizes that the kernel does not cover, or another T."""
+    from efla_jax.kernels.delta_step import unsupported
+
+    if x.u.size == 0 or x.k.shape[1] != 1:
+        raise NotImplementedError(f"one-token kernel: u has shape {x.u.shape}, but it takes T = 1 and no empty axis.")
+    if reason := unsupported(*x.initial_state.shape[2:]):
+        raise NotImplementedError(f"one-token kernel: {reason}; use implementation='recurrent'.")
+    return _solve(tuple(x), interpret)
+
+
+def _batched(interpret):
+    """The kernel's call on [B, ...] arrays, under vmap one call with more rows."""
+
+    @custom_batching.custom_vmap
+    def call(*arrays):
+        from efla_jax.kernels.delta_step import step
+
+        return step(*arrays, interpret=interpret)
+
+    @call.def_vmap
+    def rule(size, batched, *arrays):
+        wide = [
+            None if x is None else x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+            for x, is_batched in zip(arrays, batched, strict=True)
+        ]
+        results = call(*(None if x is None else x.reshape(-1, *x.shape[2:]) for x in wide))
+        return tuple(x.reshape(size, -1, *x.shape[1:]) for x in results), (True, True)
+
+    return call
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _solve(arrays, interpret):
+    x = Recurrence(*arrays)
+    log_decay = x.log_decay[:, 0]
+    if x.starts is not None:  # one token starts a document only where a mesh gives each device one
+        log_decay = jnp.where(x.starts, -jnp.inf, log_decay)
+    erase = None if x.erase is None else x.erase[:, 0]
+    o, state = _batched(interpret)(x.q[:, 0], x.k[:, 0], x.u[:, 0], erase, log_decay, x.initial_state)
+    return o[:, None], state
+
+
+def _forward(arrays, interpret):
+    return _solve(arrays, interpret), arrays
+
+
+def _backward(_, arrays, cotangents):
+    *floating, starts = arrays
+    _, pull = jax.vjp(lambda *given: recurrent(Recurrence(*given, starts), 1), *floating)
+    return ((*pull(cotangents), None),)
+
+
+_solve.defvjp(_forward, _backward)
