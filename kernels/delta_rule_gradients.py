@@ -1,0 +1,620 @@
+"""The delta rule's backward on a Hopper GPU: two Pallas programs in Mosaic GPU, chunks of C = 64 tokens.
+
+    dW = (R . Q K^T)^T dO + out . K D      dP = (I + A)^-T dW = dU      D' = in_C D + Q^T (in . dO) - K^T (e in . dP)
+    b = R . dO W^T        a = -strict(R . dP W^T)        X = e a
+    dQ = in . dO S^T + b K                dK = out . W D^T - e in . dP S^T + b^T Q + (X + X^T) K
+
+with the letters of `ops/chunked.py`: S the state at the chunk's start, D the cotangent of the state at its end, D' that
+at its start, W = (I + A)^-1 (U - e in . K S) the vectors really written. What the forward saved is (I + A)^-1, the gate
+vectors (e in, -, in, out, G) and S; W and the scores are made again.
+
+reverse     a row and 64 columns of V per compute warpgroup, chunks from the last to the first; one more warpgroup only
+            issues loads. The cotangent is kept transposed, D^T [64, K] float32, in registers: D^T, dO^T, dW^T and dP^T
+            are then always the left operand of a wgmma. Writes dU and the D of every chunk.
+gradients   a chunk of a row per program, two warpgroups: everything else. Each makes W^T for its half of V, then one of
+            b and a, then its half of K of dQ and dK. Every product is of 64 x 64 tiles in shared memory.
+
+The cotangent of the log decay is made of row and column sums that nearly cancel when keys are nearly parallel, so they
+are taken of float32 products before anything is rounded.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+CHUNK = 64
+TILE = 64  # columns of K or V of one tile in shared memory: 128 bytes, the widest swizzle
+GATES = 5  # rows of the saved gate vectors
+ERASE, INTO, OUT, SUM = 0, 2, 3, 4  # e in; in; out; G (row 1 is the forward's own)
+MASKED = -1e30  # instead of a difference of log decays that must not be seen: its exponential is 0
+WGMMA, TRANSPOSED = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_TRANSPOSED
+PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True)
+SHARED_LIMIT = 227 * 1024  # bytes of shared memory of a program on Hopper
+accumulated = plgpu.wgmma_accumulator_load  # (acc, wait_n=n): its value once at most n later products are in flight
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientConfig:
+    """How the reverse walk is laid out: chunks whose loads are in flight, and compute warpgroups (64 columns of V each)
+    that share them."""
+
+    stages: int = 2
+    groups: int = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes of a call: B, T, G, H, K, V; value head h reads key head h // (H // G)."""
+
+    batch: int
+    time: int
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    documents: bool
+
+    @property
+    def chunks(self) -> int:
+        return self.time // CHUNK
+
+    @property
+    def key_tiles(self) -> int:
+        return self.key_dim // TILE
+
+    @property
+    def value_tiles(self) -> int:
+        return self.value_dim // TILE
+
+    def key_head(self, head):
+        return lax.div(head, self.heads // self.key_heads)
+
+
+def tiled(columns: int, dtype) -> tuple:
+    """Transforms of a shared-memory array whose last axis has this many columns: what TMA and wgmma agree on."""
+    size = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(columns * size * 8)
+    return plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
+
+
+def shared(*shape: int, dtype) -> Any:
+    return plgpu.SMEM(shape, dtype, transforms=tiled(min(shape[-1], TILE), dtype))
+
+
+def per_column(vector) -> jax.Array:
+    return plgpu.load(vector, layout=WGMMA.reduce(0), optimized=False)
+
+
+def per_row(vector) -> jax.Array:
+    return plgpu.load(vector, layout=WGMMA.reduce(1), optimized=False)
+
+
+def by_column(vector, rows: int = CHUNK) -> jax.Array:
+    """A vector [n] in shared memory as [rows, n], the same in every row."""
+    x = per_column(vector)
+    return lax.broadcast_in_dim(x, (rows, x.shape[0]), (1,))
+
+
+def by_row(vector, columns: int = CHUNK) -> jax.Array:
+    """A vector [n] in shared memory as [n, columns], the same in every column."""
+    return along_rows(per_row(vector), columns)
+
+
+def along_rows(x: jax.Array, columns: int = CHUNK) -> jax.Array:
+    return lax.broadcast_in_dim(x, (x.shape[0], columns), (0,))
+
+
+def index(rows: int, columns: int, axis: int) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, (rows, columns), axis, layout=WGMMA)
+
+
+def transposed(ref) -> jax.Array:
+    """A 16-bit tile [m, n] in shared memory as [n, m] in the layout of wgmma."""
+    return plgpu.layout_cast(plgpu.load(ref.T, layout=TRANSPOSED, optimized=False), WGMMA)
+
+
+def left_operand(x, buffer):
+    """x as the left operand of a wgmma: itself, or in the interpreter (`buffer` is not None) a copy in shared memory."""
+    if buffer is None:
+        return x
+    buffer[...] = x
+    plgpu.commit_smem()
+    return buffer
+
+
+# ---- reverse ------------------------------------------------------------------------------------------------------
+
+
+class ReverseMemory(NamedTuple):
+    """Shared memory of one program of `reverse` beside the loads; the buffers are the interpreter's."""
+
+    du: Any  # [groups, C, 64]
+    ends: Any  # [groups, 64, K]
+    scores: Any  # [2, groups, C, C // groups]
+    scored: Any  # barrier
+    end_buffer: Any = None  # [groups, 64, K]
+    value_buffers: Any = None  # [4, groups, 64, C]
+
+
+class Loads(NamedTuple):
+    """The shared memory of a chunk's loads."""
+
+    q: Any  # [C, K]
+    k: Any  # [C, K]
+    d_o: Any  # [C, 64 groups]
+    inverse: Any  # [C, C]
+    gates: Any  # [GATES, C]
+    document: Any = None  # [C]
+
+
+def decayed_scores(product, x: Loads, first, columns: int) -> jax.Array:
+    """R . Q K^T [C, columns] from the product, for the keys from `first` on."""
+    shape = CHUNK, columns
+    here = pl.ds(first, columns)
+    seen = index(*shape, 1) + first <= index(*shape, 0)
+    if x.document is not None:
+        seen &= by_column(x.document.at[here]) == by_row(x.document, columns)
+    exponent = by_row(x.gates.at[SUM], columns) - by_column(x.gates.at[SUM, here])
+    return product * jnp.exp(jnp.where(seen, exponent, MASKED))
+
+
+def reverse_chunk(memory: ReverseMemory, x: Loads, end, step, group, groups: int, put_end, put_du) -> jax.Array:
+    """One chunk of one compute warpgroup: D^T [64, K] at its end -> at its start; D and dU go out by put_*.
+
+    Products in flight, oldest first: K D, scores; dW (one per warpgroup), Q^T dO; dP; K^T dP. A wait names how many may
+    stay behind."""
+    dtype, columns = x.k.dtype, CHUNK // groups
+    gate = lambda i: by_column(x.gates.at[i])  # noqa: E731
+    buffers = (None,) * 4 if memory.value_buffers is None else [memory.value_buffers.at[i, group] for i in range(4)]
+
+    def run(acc_end, acc_scores, acc_new, acc_p, acc_state, *fresh):
+        narrow = end.astype(dtype)
+        plgpu.wgmma(acc_end, left_operand(narrow, memory.end_buffer), x.k.T)
+        plgpu.wgmma(acc_scores, x.q, x.k.at[pl.ds(group * columns, columns)].T)
+        put_end(narrow)
+        d_o = transposed(x.d_o.at[:, pl.ds(group * TILE, TILE)])
+        known = accumulated(acc_end, wait_n=1) * gate(OUT)
+        kept = end * x.gates[INTO, CHUNK - 1]
+        scores = memory.scores.at[lax.rem(step, 2)]
+        scores[group] = decayed_scores(accumulated(acc_scores, wait_n=0), x, group * columns, columns).astype(dtype)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(memory.scored)
+        if not fresh:
+            acc_new[...] = known
+            acc_state[...] = kept
+        read = (d_o.astype(jnp.float32) * gate(INTO)).astype(dtype)
+        d_o = left_operand(d_o, buffers[0])
+        plgpu.barrier_wait(memory.scored)
+        for part in range(groups):
+            plgpu.wgmma(acc_new.at[:, pl.ds(part * columns, columns)], d_o, scores.at[part])
+        plgpu.wgmma(acc_state, left_operand(read, buffers[1]), x.q)
+        d_w = accumulated(acc_new, wait_n=1)
+        d_w = d_w + known if fresh else d_w
+        plgpu.wgmma(acc_p, left_operand(d_w.astype(dtype), buffers[2]), x.inverse)
+        d_p = accumulated(acc_p, wait_n=0)
+        plgpu.wgmma(acc_state, left_operand((d_p * -gate(ERASE)).astype(dtype), buffers[3]), x.k)
+        put_du(d_p.astype(dtype))
+        start = accumulated(acc_state, wait_n=0)
+        return start + kept if fresh else start
+
+    shape = TILE, CHUNK
+    sizes = shape, (CHUNK, columns), shape, shape, (TILE, x.k.shape[1])
+    fresh = (sizes[0],) if memory.end_buffer is not None else ()  # the interpreter cannot store into an accumulator
+    return pl.run_scoped(run, *(plgpu.ACC(size, jnp.float32) for size in (*sizes, *fresh)))
+
+
+def reverse(q, k, inverse, gates, documents, d_o, d_final, *, sizes: Sizes, config: GradientConfig, interpret=None):
+    """(du [B, T, H, V], D [B, H, N, V, K] at every chunk's end, d_initial [B, H, V, K] float32); arguments as in
+    `backward`."""
+    dtype = k.dtype
+    groups = min(config.groups, sizes.value_tiles)
+    width, tiles, last = TILE * groups, sizes.value_tiles // groups, sizes.chunks - 1
+    columns = CHUNK // groups
+
+    def body(q_gmem, k_gmem, do_gmem, inverse_gmem, gates_gmem, *refs):
+        document_gmem, (final_gmem, du_gmem, ends_gmem, initial_gmem, *scratch) = (
+            refs[: sizes.documents],
+            refs[sizes.documents :],
+        )
+        program, group = lax.axis_index("program"), lax.axis_index("warpgroup")
+        row, tile = lax.div(program, tiles), lax.rem(program, tiles)
+        b, h = lax.div(row, sizes.heads), lax.rem(row, sizes.heads)
+        g = sizes.key_head(h)
+        place = pl.ds(tile * width + group * TILE, TILE)
+        memory = ReverseMemory(*scratch)
+        if memory.end_buffer is not None:
+            memory = memory._replace(end_buffer=memory.end_buffer.at[group])
+
+        def step(indices, *loads_and_end):
+            *loads, end = loads_and_end
+            chunk = last - indices[0]
+
+            def put_end(x):  # one store may be on its way: the other kind's, issued after this buffer's last
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                memory.ends[group] = x
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(memory.ends.at[group], ends_gmem.at[b, h, chunk, place])
+
+            def put_du(x):
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                memory.du.at[group].T[...] = plgpu.layout_cast(x, TRANSPOSED)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(memory.du.at[group], du_gmem.at[b, pl.ds(chunk * CHUNK, CHUNK), h, place])
+
+            return reverse_chunk(memory, Loads(*loads), end, indices[0], group, groups, put_end, put_du)
+
+        def compute(pipeline):
+            end = plgpu.load(final_gmem.at[b, h, place], layout=WGMMA, optimized=False)
+            initial_gmem[b, h, place] = pipeline(end)
+            plgpu.wait_smem_to_gmem(0)
+
+        def rows(columns: int, column=0):
+            return plgpu.BlockSpec((CHUNK, columns), lambda i: (last - i, column), transforms=tiled(TILE, dtype))
+
+        vector = plgpu.BlockSpec((CHUNK,), lambda i: (last - i,))
+        plgpu.emit_pipeline_warp_specialized(
+            step,
+            grid=(sizes.chunks,),
+            memory_registers=40,
+            max_concurrent_steps=config.stages,
+            wg_axis="warpgroup",
+            num_compute_wgs=groups,
+            compute_context=compute,
+            in_specs=[
+                *(rows(sizes.key_dim),) * 2,
+                rows(width, tile),
+                rows(CHUNK),
+                plgpu.BlockSpec((GATES, CHUNK), lambda i: (last - i, 0)),
+                *(vector,) * sizes.documents,
+            ],
+        )(
+            q_gmem.at[b, :, g],
+            k_gmem.at[b, :, g],
+            do_gmem.at[b, :, h],
+            inverse_gmem.at[b, h],
+            gates_gmem.at[b, h],
+            *(x.at[b] for x in document_gmem),
+        )
+
+    scratch = [
+        shared(groups, CHUNK, TILE, dtype=dtype),
+        shared(groups, TILE, sizes.key_dim, dtype=dtype),
+        shared(2, groups, CHUNK, columns, dtype=dtype),
+        plgpu.Barrier(num_arrivals=groups),
+    ]
+    if interpret is not None:
+        scratch += [shared(groups, TILE, sizes.key_dim, dtype=dtype), shared(4, groups, TILE, CHUNK, dtype=dtype)]
+    return plgpu.kernel(
+        body,
+        out_type=[
+            jax.ShapeDtypeStruct(d_o.shape, dtype),
+            jax.ShapeDtypeStruct(
+                (sizes.batch, sizes.heads, sizes.chunks, sizes.value_dim, sizes.key_dim), dtype
+            ),
+            jax.ShapeDtypeStruct(d_final.shape, jnp.float32),
+        ],
+        scratch_types=scratch,
+        grid=(sizes.batch * sizes.heads * tiles,),
+        grid_names=("program",),
+        num_threads=groups + 1,
+        thread_name="warpgroup",
+        compiler_params=PARAMETERS,
+        interpret=interpret,
+    )(
+        q,
+        k,
+        d_o,
+        inverse,
+        gates.reshape(sizes.batch, sizes.heads, sizes.chunks * GATES, CHUNK),
+        *(() if documents is None else (documents,)),
+        d_final,
+    )
+
+
+# ---- gradients ----------------------------------------------------------------------------------------------------
+
+SUMS = 6  # vectors of one warpgroup, in this order; the last is over rows of the state, the others over tokens
+MIXED, COLUMN, READ, SEEN, LEFT, STATE = range(SUMS)
+
+
+class Memory(NamedTuple):
+    """Shared memory of one program of `gradients`, everything in tiles of 64 columns."""
+
+    keys: Any  # [2, K // 64, C, 64]: q, k
+    values: Any  # [2, V // 64, C, 64]: dO, dP
+    u: Any  # [V // 64, C, 64]
+    inverse: Any  # [C, C]
+    starts: Any  # [V // 64, K // 64, 64, 64]: S^T; at last its first row holds dQ
+    ends: Any  # [V // 64, K // 64, 64, 64]: D^T; at last its first row holds dK
+    written: Any  # [V // 64, 64, C]: W^T
+    pairs: Any  # [2, C, C]: what W^T is made of; then b, X
+    gates: Any  # [GATES, C]
+    vectors: Any  # [2, C]: erase, document
+    sums: Any  # [2, SUMS, C]
+    results: Any  # [3, C]: d log_decay, d erase, and room
+    loaded: Any  # barriers of the loads, in the order of use
+    loaded_values: Any
+    loaded_ends: Any
+    new: Any  # barriers between the two warpgroups
+    mixed: Any
+    summed: Any
+
+
+def product(terms, shape=(CHUNK, CHUNK)) -> jax.Array:
+    """Sum of the products of the pairs of tiles, float32 [64, 64]."""
+
+    def run(acc):
+        for left, right in terms:
+            plgpu.wgmma(acc, left, right)
+        return accumulated(acc, wait_n=0)
+
+    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+
+
+def write_written(memory: Memory, tile) -> None:
+    """W^T of 64 columns of V, while nothing else is known."""
+    dtype = memory.u.dtype
+    k, starts = memory.keys.at[1], memory.starts.at[tile]
+    known = product([(starts.at[i], k.at[i].T) for i in range(k.shape[0])])
+    missing = transposed(memory.u.at[tile]).astype(jnp.float32) - known * by_column(memory.gates.at[ERASE])
+    room = memory.pairs.at[tile]
+    room[...] = missing.astype(dtype)
+    plgpu.commit_smem()
+    memory.written[tile] = product([(room, memory.inverse.T)]).astype(dtype)
+    plgpu.commit_smem()
+
+
+def write_pairs(memory: Memory, group, documents: bool) -> None:
+    """b (group 0) or X (group 1) and the sums of M = b . Q K^T + X . K K^T below the diagonal, which cancels."""
+    keys, k, values = memory.keys.at[group], memory.keys.at[1], memory.values.at[group]
+
+    def run(acc_keys, acc_values):
+        for i in range(k.shape[0]):
+            plgpu.wgmma(acc_keys, keys.at[i], k.at[i].T)
+        for i in range(values.shape[0]):
+            plgpu.wgmma(acc_values, values.at[i], memory.written.at[i])
+        row, column = index(CHUNK, CHUNK, 0), index(CHUNK, CHUNK, 1)
+        seen = column + group <= row  # a has no diagonal
+        if documents:
+            seen &= by_column(memory.vectors.at[1]) == by_row(memory.vectors.at[1])
+        exponent = by_row(memory.gates.at[SUM]) - by_column(memory.gates.at[SUM])
+        decay = jnp.exp(jnp.where(seen, exponent, MASKED))
+        is_a = lax.convert_element_type(group, jnp.float32)
+        pairs = accumulated(acc_values, wait_n=0) * (decay * (1.0 - 2.0 * is_a))
+        erase = along_rows(per_row(memory.vectors.at[0]) * is_a + (1.0 - is_a))
+        mixed = jnp.where(column < row, pairs * accumulated(acc_keys, wait_n=0), 0.0)
+        return pairs * erase, mixed, mixed * erase
+
+    accumulator = plgpu.ACC((CHUNK, CHUNK), jnp.float32)
+    pairs, mixed, weighed = pl.run_scoped(run, accumulator, accumulator)
+    memory.pairs[group] = pairs.astype(memory.pairs.dtype)
+    sums = memory.sums.at[group]
+    sums.at[MIXED][...] = jnp.sum(mixed, axis=1)
+
+    # A sum over rows goes through scratch memory that the warpgroups share: one after the other.
+    @pl.when(group == 0)
+    def _():
+        sums.at[COLUMN][...] = jnp.sum(weighed, axis=0)
+
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(memory.mixed)
+    plgpu.barrier_wait(memory.mixed)
+
+    @pl.when(group == 1)
+    def _():
+        sums.at[COLUMN][...] = jnp.sum(weighed, axis=0)
+
+
+def keys_gradients(memory: Memory, tile, group) -> None:
+    """dQ and dK of 64 columns of K, left in the first tiles of `starts` and `ends`, and their sums for the gates."""
+    count, dtype = memory.values.shape[1], memory.keys.dtype
+    q, k = memory.keys.at[0, tile], memory.keys.at[1, tile]
+    column = [(memory.starts.at[i, tile], memory.ends.at[i, tile]) for i in range(count)]
+    sums = memory.sums.at[group]
+
+    def states(acc_read, acc_erased, acc_kept):
+        for i, (start, _) in enumerate(column):
+            plgpu.wgmma(acc_read, memory.values.at[0, i], start)
+        for i, (start, _) in enumerate(column):
+            plgpu.wgmma(acc_erased, memory.values.at[1, i], start)
+        for i, (_, end) in enumerate(column):
+            plgpu.wgmma(acc_kept, memory.written.at[i].T, end)
+        both = sum(load(start) * load(end) for start, end in column)
+        sums.at[STATE][...] = jnp.sum(both, axis=1)
+        read = accumulated(acc_read, wait_n=2 * count) * by_row(memory.gates.at[INTO])
+        sums.at[READ][...] = jnp.sum(load(q) * read, axis=1)
+        keys = load(k)
+        erased = accumulated(acc_erased, wait_n=count) * by_row(memory.gates.at[INTO])
+        sums.at[SEEN][...] = jnp.sum(keys * erased, axis=1)
+        kept = accumulated(acc_kept, wait_n=0) * by_row(memory.gates.at[OUT])
+        sums.at[LEFT][...] = jnp.sum(keys * kept, axis=1)
+        return read, kept - erased * by_row(memory.vectors.at[0])
+
+    load = lambda ref: plgpu.load(ref, layout=WGMMA, optimized=False).astype(jnp.float32)  # noqa: E731
+    read, kept = pl.run_scoped(states, *(plgpu.ACC((CHUNK, TILE), jnp.float32),) * 3)
+    b, x = memory.pairs.at[0], memory.pairs.at[1]
+    d_q = read + product([(b, k)])
+    d_k = kept + product([(b.T, q), (x, k), (x.T, k)])
+    plgpu.commit_smem()  # no warp reads the states any more
+    memory.starts[0, tile] = d_q.astype(dtype)
+    memory.ends[0, tile] = d_k.astype(dtype)
+
+
+def gate_gradients(memory: Memory, tiles: int) -> None:
+    """d log_decay and d erase of a chunk from the sums, into `results`.
+
+    d log_decay of a token: the sums of the tokens from it on, of what the tokens before it left, and in_C <S, D>."""
+    total = lambda i, count: sum(per_row(memory.sums.at[g, i]) for g in range(count))  # noqa: E731
+    erase = per_row(memory.vectors.at[0])
+    below, seen = per_row(memory.sums.at[1, MIXED]), total(SEEN, tiles)
+    onward = per_row(memory.sums.at[0, MIXED]) - total(COLUMN, 2) + total(READ, tiles) + erase * (below - seen)
+    memory.results.at[1][...] = below - seen
+    memory.results.at[0][...] = onward
+    memory.results.at[2][...] = total(LEFT, tiles)
+    plgpu.commit_smem()
+    row, column = index(CHUNK, CHUNK, 0), index(CHUNK, CHUNK, 1)
+    state = sum(by_column(memory.sums.at[g, STATE]) for g in range(tiles)) * memory.gates[INTO, CHUNK - 1]
+    terms = jnp.where(column >= row, by_column(memory.results.at[0]), by_column(memory.results.at[2]))
+    sums = jnp.sum(terms + state, axis=1)
+    plgpu.commit_smem()  # every warp has read `onward`
+    memory.results.at[0][...] = sums
+
+
+class Inputs(NamedTuple):
+    """Arguments of `gradients` in device memory; documents may be absent."""
+
+    q: Any
+    k: Any
+    u: Any
+    d_o: Any
+    d_u: Any
+    inverse: Any
+    starts: Any
+    ends: Any
+    gates: Any
+    erase: Any
+    documents: Any = None
+
+
+def load_chunk(x: Inputs, memory: Memory, sizes: Sizes, b, h, chunk) -> None:
+    """Start every load of a chunk, in the order of use."""
+    g, tokens = sizes.key_head(h), pl.ds(chunk * CHUNK, CHUNK)
+    tile = lambda i: pl.ds(i * TILE, TILE)  # noqa: E731
+
+    def start(source, target, barrier):
+        plgpu.copy_gmem_to_smem(source, target, barrier)
+
+    for i in range(sizes.key_tiles):
+        start(x.k.at[b, tokens, g, tile(i)], memory.keys.at[1, i], memory.loaded)
+        for j in range(sizes.value_tiles):
+            start(x.starts.at[b, h, chunk, tile(j), tile(i)], memory.starts.at[j, i], memory.loaded)
+    for j in range(sizes.value_tiles):
+        start(x.u.at[b, tokens, h, tile(j)], memory.u.at[j], memory.loaded)
+    start(x.inverse.at[b, h, tokens], memory.inverse, memory.loaded)
+    start(x.gates.at[b, h, chunk], memory.gates, memory.loaded)
+    start(x.erase.at[b, h, tokens], memory.vectors.at[0], memory.loaded)
+    if x.documents is not None:
+        start(x.documents.at[b, tokens], memory.vectors.at[1], memory.loaded)
+    for j in range(sizes.value_tiles):
+        start(x.d_o.at[b, tokens, h, tile(j)], memory.values.at[0, j], memory.loaded_values)
+        start(x.d_u.at[b, tokens, h, tile(j)], memory.values.at[1, j], memory.loaded_values)
+    for i in range(sizes.key_tiles):
+        start(x.q.at[b, tokens, g, tile(i)], memory.keys.at[0, i], memory.loaded_values)
+    for i in range(sizes.key_tiles):
+        for j in range(sizes.value_tiles):
+            start(x.ends.at[b, h, chunk, tile(j), tile(i)], memory.ends.at[j, i], memory.loaded_ends)
+
+
+def gradients_memory(sizes: Sizes, dtype) -> list:
+    """The scratch types of `gradients`: the fields of `Memory` in their order."""
+    keys, values = sizes.key_tiles, sizes.value_tiles
+    return [
+        shared(2, keys, CHUNK, TILE, dtype=dtype),
+        shared(2, values, CHUNK, TILE, dtype=dtype),
+        shared(values, CHUNK, TILE, dtype=dtype),
+        shared(CHUNK, CHUNK, dtype=dtype),
+        shared(values, keys, TILE, TILE, dtype=dtype),
+        shared(values, keys, TILE, TILE, dtype=dtype),
+        shared(values, TILE, CHUNK, dtype=dtype),
+        shared(2, CHUNK, CHUNK, dtype=dtype),
+        plgpu.SMEM((GATES, CHUNK), jnp.float32),
+        plgpu.SMEM((2, CHUNK), jnp.float32),
+        plgpu.SMEM((2, SUMS, CHUNK), jnp.float32),
+        plgpu.SMEM((3, CHUNK), jnp.float32),
+        plgpu.Barrier(num_arrivals=keys * (1 + values) + values + 3 + sizes.documents),
+        plgpu.Barrier(num_arrivals=2 * values + keys),
+        plgpu.Barrier(num_arrivals=keys * values),
+        plgpu.Barrier(num_arrivals=2),
+        plgpu.Barrier(num_arrivals=2),
+        plgpu.Barrier(num_arrivals=2),
+    ]
+
+
+def gradients(x: Inputs, sizes: Sizes, *, interpret=None) -> tuple:
+    """(dq, dk [B, T, H, K], d_erase, d_log_decay [B, H, T] float32) from everything that `backward` got, du and D."""
+    dtype, arrays = x.k.dtype, [array for array in x if array is not None]
+
+    def body(*refs):
+        inputs, refs = Inputs(*refs[: len(arrays)]), refs[len(arrays) :]
+        dq_gmem, dk_gmem, erase_gmem, decay_gmem, *scratch = refs
+        memory = Memory(*scratch)
+        program, group = lax.axis_index("program"), lax.axis_index("warpgroup")
+        row, chunk = lax.div(program, sizes.chunks), lax.rem(program, sizes.chunks)
+        b, h = lax.div(row, sizes.heads), lax.rem(row, sizes.heads)
+        tokens = pl.ds(chunk * CHUNK, CHUNK)
+
+        @pl.when(group == 0)
+        def _():
+            load_chunk(inputs, memory, sizes, b, h, chunk)
+
+        plgpu.barrier_wait(memory.loaded)
+
+        @pl.when(group < sizes.value_tiles)
+        def _():
+            write_written(memory, group)
+
+        plgpu.barrier_arrive(memory.new)
+        plgpu.barrier_wait(memory.new)
+        plgpu.barrier_wait(memory.loaded_values)
+        write_pairs(memory, group, sizes.documents)
+        plgpu.barrier_wait(memory.loaded_ends)
+
+        @pl.when(group < sizes.key_tiles)
+        def _():
+            keys_gradients(memory, group, group)
+            plgpu.commit_smem()
+            place = pl.ds(group * TILE, TILE)
+            plgpu.copy_smem_to_gmem(memory.starts.at[0, group], dq_gmem.at[b, tokens, h, place])
+            plgpu.copy_smem_to_gmem(memory.ends.at[0, group], dk_gmem.at[b, tokens, h, place])
+
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(memory.summed)
+
+        @pl.when(group == 0)
+        def _():
+            plgpu.barrier_wait(memory.summed)
+            gate_gradients(memory, sizes.key_tiles)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(memory.results.at[0], decay_gmem.at[b, h, tokens])
+            plgpu.copy_smem_to_gmem(memory.results.at[1], erase_gmem.at[b, h, tokens])
+
+        plgpu.wait_smem_to_gmem(0)
+
+    keys = jax.ShapeDtypeStruct((sizes.batch, sizes.time, sizes.heads, sizes.key_dim), dtype)
+    gates = jax.ShapeDtypeStruct((sizes.batch, sizes.heads, sizes.time), jnp.float32)
+    return plgpu.kernel(
+        body,
+        out_type=[keys, keys, gates, gates],
+        scratch_types=gradients_memory(sizes, dtype),
+        grid=(sizes.batch * sizes.heads * sizes.chunks,),
+        grid_names=("program",),
+        num_threads=2,
+        thread_name="warpgroup",
+        compiler_params=PARAMETERS,
+        interpret=interpret,
+    )(*arrays)
+
+
+def backward(
+    q, k, u, erase, log_decay, documents, saved, d_o, d_final, *, config: GradientConfig | None = None, interpret=None
+) -> tuple:
+    """Cotangents (dq, dk [B, T, H, K], du [B, T, H, V], d_erase, d_log_decay [B, H, T], d_initial [B, H, V, K]).
+
+    q, k [B, T, G, K]; u and the output's cotangent d_o [B, T, H, V], all of one 16-bit dtype; erase, log_decay [B, H, T]
+    float32; documents [B, T] float32 or None: how many documents have begun inside the chunk up to each token;
+    saved: (inverse [B, H, T, 64], gates [B, H, N, 5, 64] float32, states at the chunks' starts [B, H, N, V, K]);
+    d_final [B, H, V, K] float32, of the final state. T is a multiple of 64, K and V are 64 or 128. dq and dk are of each
+    value head: those of a key head are their sum."""
+    inverse, gates, starts = saved
+    sizes = Sizes(*k.shape[:3], u.shape[2], k.shape[3], u.shape[3], documents is not None)
+    d_u, ends, d_initial = reverse(
+        q, k, inverse, gates, documents, d_o, d_final, sizes=sizes, config=config or GradientConfig(), interpret=interpret
+    )
+    inputs = Inputs(q, k, u, d_o, d_u, inverse, starts, ends, gates, erase, documents)
+    d_q, d_k, d_erase, d_log_decay = gradients(inputs, sizes, interpret=interpret)
+    return d_q, d_k, d_u, d_erase, d_log_decay, d_initial
