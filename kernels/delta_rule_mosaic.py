@@ -49,7 +49,8 @@ class Sizes:
 
     @classmethod
     def of(cls, k: jax.Array, u: jax.Array) -> "Sizes":
-        return cls(*k.shape[:3], u.shape[2], k.shape[3], u.shape[3])
+        batch, time, key_heads, key_dim = k.shape
+        return cls(batch, time, key_heads, u.shape[2], key_dim, u.shape[3])
 
     @property
     def chunks(self) -> int:
@@ -63,7 +64,8 @@ def tiled(columns: int, dtype) -> tuple:
     """Transforms of a shared-memory array whose last axis has this many columns: what TMA and wgmma agree on."""
     size = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(columns * size * 8)
-    return plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
+    tile = plgpu.TilingTransform((8, swizzle // size))  # type: ignore[abstract]
+    return tile, plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
 
 
 def shared(*shape: int, dtype) -> Any:
@@ -423,10 +425,10 @@ def walk_chunk(plan: Plan, memory: WalkMemory, x: Loads, state, chunk, group, o_
 
 def walk_program(plan: Plan, dtype, *refs) -> None:
     """The body of `walk`: one row, one tile of V, one part of the time."""
-    q, k, u, inverse, gates, initial, o, final, *refs = refs
-    states = refs.pop(0) if plan.save else None
+    q, k, u, inverse, gates, initial, o, final, *rest = refs
+    states = rest.pop(0) if plan.save else None
     group = lax.axis_index("warpgroup")
-    memory = walk_memory(plan, refs, group)
+    memory = walk_memory(plan, rest, group)
     place = Place.of(plan, lax.axis_index("program"), group)
     row, head, first, columns = place.row, place.head, place.first, place.columns
 
@@ -518,10 +520,10 @@ def summarise_chunk(plan: Plan, buffers: tuple, loads: tuple, state, group, writ
 
 def summarise_program(plan: Plan, dtype, *refs) -> None:
     """The body of `summarise`: one row, one part of the time, one tile of the columns of (Z, M)."""
-    k, u, inverse, gates, out, *buffers = refs
+    k, u, inverse, gates, out, *scratch = refs
     sizes = plan.sizes
     group = lax.axis_index("warpgroup")
-    buffers = tuple(buffer.at[group] for buffer in buffers) or (None, None)
+    buffers = tuple(buffer.at[group] for buffer in scratch) or (None, None)
     tiles = (sizes.value_dim + sizes.key_dim) // plan.tile
     rest, tile = lax.div(lax.axis_index("program"), tiles), lax.rem(lax.axis_index("program"), tiles)
     rest, part = lax.div(rest, plan.parts - 1), lax.rem(rest, plan.parts - 1)

@@ -11,6 +11,7 @@ import jax
 
 Table = Mapping[str, Callable[..., Any]]
 SHORT = 8  # tokens up to which the scan is cheaper than a chunk
+KERNELS_IN_AUTO = False  # whether "auto" tries the GPU kernels of a recurrence: not before they are measured on a GPU
 
 
 def on_gpu() -> bool:
@@ -20,7 +21,9 @@ def on_gpu() -> bool:
 
 def automatic(time: int) -> tuple[str, ...]:
     """What "auto" tries for a recurrence over this many tokens, in order."""
-    return ("recurrent",) if time <= SHORT else ("pallas", "chunked")
+    if time <= SHORT:
+        return ("recurrent",)
+    return ("pallas", "chunked") if KERNELS_IN_AUTO else ("chunked",)
 
 
 def missing_kernel(op: str) -> Callable[..., NoReturn]:
