@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import custom_batching
 
 from efla_jax.ops.arguments import Recurrence
+from efla_jax.ops.pallas import require_hopper
 from efla_jax.ops.recurrent import recurrent
 
 
@@ -16,9 +17,11 @@ def one_token(x: Recurrence, interpret=None) -> tuple[jax.Array, jax.Array]:
     """Outputs [B, 1, H, V] in the dtype of u and the state [B, H, K, V] float32 after one token per row.
 
     A state that is donated, or carried by a loop, is updated in its buffer. interpret: parameters of Mosaic's
-    interpreter. Raises NotImplementedError for sizes that the kernel does not cover, or another T."""
+    interpreter. Raises NotImplementedError for sizes that the kernel does not cover, another T and other GPUs."""
     from efla_jax.kernels.delta_step import unsupported
 
+    if interpret is None:
+        require_hopper("one-token kernel")
     if x.u.size == 0 or x.k.shape[1] != 1:
         raise NotImplementedError(f"one-token kernel: u has shape {x.u.shape}, but it takes T = 1 and no empty axis.")
     if reason := unsupported(*x.initial_state.shape[2:]):

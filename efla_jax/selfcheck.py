@@ -1,0 +1,370 @@
+"""Are the GPU kernels right on this GPU? Every kernel, forward and backward, over awkward inputs and shapes.
+
+    python -m efla_jax.selfcheck              # on an NVIDIA Hopper GPU, a few minutes, most of them compilation
+    python -m efla_jax.selfcheck --times      # and a table of device times
+    python -m efla_jax.selfcheck --only=documents        # the cases whose name has this word
+    python -m efla_jax.selfcheck --interpret  # tiny cases in Mosaic's interpreter, on a CPU
+
+The reference is implementation="recurrent" on the same 16-bit inputs, widened to float32. An error is
+RMS(difference) / RMS(reference), of outputs, states and every gradient; beside it stands that of implementation=
+"chunked", the same algorithm in XLA at the same precisions. A case passes if no error is more than 1.2 times that of
+"chunked" (or is within one rounding of the dtype), and if a second run gives the same bits. "not covered" is a case
+that the kernel declines with a reason; that is no failure. Exit status: 0 all passed, 1 some failed, 2 no such GPU.
+"""
+
+import argparse
+import functools
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from efla_jax import ops
+from efla_jax.ops import pallas, pallas_step
+from efla_jax.ops.arguments import Recurrence, recurrence
+
+BAR = 1.2  # times the error of "chunked"
+# RMS of one rounding: 2^-p / sqrt(12) over the RMS 1.5 of a mantissa, p the bits behind the point. An error within it
+# is no worse than the best 16-bit output can be, however good "chunked" happened to be.
+FLOOR = {"bfloat16": 1.5e-3, "float16": 1.9e-4}
+# One token is computed in float32 throughout: its state differs by the order of K sums, 2^-24 each.
+STATE_AFTER_ONE_TOKEN = 1e-6
+NAMES = ("o", "state", "dq", "dk", "du", "derase", "dlog_decay", "dinitial")
+MOST_WORDS = 300  # of an error's message
+
+
+class Sizes(NamedTuple):
+    """B, T, G, H, K, V."""
+
+    batch: int
+    time: int
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+
+
+class Case(NamedTuple):
+    """One input to both implementations: `inputs` is a name of INPUTS, `documents` one of DOCUMENTS or None."""
+
+    op: str
+    inputs: str
+    sizes: Sizes
+    documents: str | None = None
+    dtype: str = "bfloat16"
+
+    @property
+    def name(self) -> str:
+        s = self.sizes
+        shape = f"B{s.batch} T{s.time} G{s.key_heads} H{s.heads} K{s.key_dim} V{s.value_dim}"
+        return f"{self.op}, {self.inputs}{f', {self.documents}' if self.documents else ''}, {shape}, {self.dtype}"
+
+
+class Result(NamedTuple):
+    """Errors by name of the kernel and of "chunked"; complaint: what is wrong, or None; declined: why not covered."""
+
+    errors: dict[str, float]
+    chunked: dict[str, float]
+    complaint: str | None = None
+    declined: str | None = None
+
+
+def unit(x: np.ndarray) -> np.ndarray:
+    return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def draw(case: Case, seed: int = 0) -> tuple[tuple, tuple]:
+    """((q, k, u, erase, log_decay, initial state), cotangents of o and of the final state) in the case's dtypes."""
+    s, rng = case.sizes, np.random.default_rng(seed)
+    keys, values = (s.batch, s.time, s.key_heads, s.key_dim), (s.batch, s.time, s.heads, s.value_dim)
+    states = (s.batch, s.heads, s.key_dim, s.value_dim)
+    q, k = unit(rng.normal(size=keys)), unit(rng.normal(size=keys))
+    erase = 1 / (1 + np.exp(-rng.normal(size=values[:3])))
+    decay = -np.log1p(np.exp(rng.normal(size=values[:3]) - 3))
+    if case.inputs == "parallel keys":
+        centre = unit(rng.normal(size=(s.batch, 1, s.key_heads, s.key_dim)))
+        k = unit(math.sqrt(0.98) * centre + math.sqrt(0.02) * k)
+        erase, decay = 1 / (1 + np.exp(-rng.normal(size=values[:3]) - 4)), decay * 0.02
+    elif case.inputs == "zero keys":
+        k = k * (rng.random((*keys[:3], 1)) < 0.7)
+    elif case.inputs == "decay -1e4":
+        decay = np.where(rng.random(values[:3]) < 0.05, -1e4, decay)
+    elif case.inputs == "strong decay":
+        decay = decay * 0 - 8.0
+    elif case.inputs == "beta 1":
+        erase, decay = erase * 0 + 1, decay * 0
+    elif case.inputs == "erase up to 2":
+        erase = 2 * erase
+    narrow = [jnp.asarray(x, case.dtype) for x in (q, k, rng.normal(size=values))]
+    wide = [jnp.asarray(x, jnp.float32) for x in (erase, decay, rng.normal(size=states) * s.key_dim**-0.5)]
+    cotangents = jnp.asarray(rng.normal(size=values), case.dtype), jnp.asarray(rng.normal(size=states), jnp.float32)
+    return (*narrow, *wide), cotangents
+
+
+def segment_ids(case: Case, seed: int = 1) -> jax.Array | None:
+    """Ids [B, T] of the case's documents: 0 is padding."""
+    if case.documents is None:
+        return None
+    batch, length = case.sizes.batch, case.sizes.time
+    rng, ids = np.random.default_rng(seed), np.ones((batch, length), np.int32)
+    if case.documents == "documents":  # of one token, of a few, of more than a chunk; one begins where a chunk does
+        for row in range(batch):
+            lengths = rng.choice([1, 2, 5, 31, 64, 90], length)
+            ids[row] = np.repeat(np.arange(1, length + 1), lengths)[:length]
+        ids[0, 64:] += length
+    elif case.documents == "padding":  # in front, inside and behind
+        ids[:, : length // 8] = 0
+        ids[:, length - length // 5 :] = 0
+        ids[rng.random(ids.shape) < 0.2] = 0
+    return jnp.asarray(ids)
+
+
+def apply(op: str, implementation: str, arguments: Sequence[jax.Array], ids=None, interpret: Any = None) -> tuple:
+    """(o, state) of the operator; linear attention has no use for the fourth argument, erase. A single token with
+    "pallas" goes to its own kernel; interpret: what Mosaic's interpreter needs, instead of a GPU."""
+    q, k, u, erase, log_decay, state = arguments
+    erase = erase if op == "delta_rule" else None
+    if implementation == "pallas" and (interpret is not None or q.shape[1] == 1):
+        return kernel(op, recurrence(q, k, u, erase, log_decay, state, ids), interpret)
+    options = {"initial_state": state, "segment_ids": ids, "implementation": implementation}
+    if erase is None:
+        return ops.linear_attention(q, k, u, log_decay, **options)
+    return ops.delta_rule(q, k, u, erase, log_decay, **options)
+
+
+def kernel(op: str, x: Recurrence, interpret: Any) -> tuple:
+    """The kernel of the operator, or of one token, without the public operator around it."""
+    if x.k.shape[1] == 1:
+        return pallas_step.one_token(x, interpret)
+    if op == "delta_rule":
+        return pallas.delta_rule(x, pallas.CHUNK, interpret)
+    from efla_jax.ops import pallas_linear
+
+    return pallas_linear.linear_attention(x, pallas.CHUNK, interpret)
+
+
+@functools.cache
+def program(op: str, implementation: str, interpret: Any = None) -> Callable:
+    """A jitted (arguments, ids, cotangents) -> (outputs, state, gradients...) in the order of NAMES."""
+
+    @jax.jit
+    def run(arguments, ids, cotangents):
+        out, pull = jax.vjp(lambda *given: apply(op, implementation, given, ids, interpret), *arguments)
+        gradients = pull((cotangents[0].astype(out[0].dtype), cotangents[1]))
+        return dict(zip(NAMES, (*out, *gradients), strict=True))
+
+    return run
+
+
+def relative_rms(value, reference) -> float:
+    """RMS(difference) / RMS(reference), infinite where something is not a number; a reference near zero counts as
+    1e-3."""
+    value, reference = np.asarray(value, np.float64), np.asarray(reference, np.float64)
+    if not np.isfinite(value).all():
+        return math.inf
+    return float(np.sqrt(np.mean((value - reference) ** 2)) / max(np.sqrt(np.mean(reference**2)), 1e-3))
+
+
+def errors_of(case: Case, found: dict, arguments: tuple, ids, cotangents: tuple) -> dict[str, float]:
+    """Errors by name of what was found for these arguments."""
+    wide = tuple(x.astype(jnp.float32) for x in arguments)
+    truth = program(case.op, "recurrent")(wide, ids, cotangents)
+    names = [name for name in NAMES if case.op == "delta_rule" or name != "derase"]
+    return {name: relative_rms(found[name], truth[name]) for name in names}
+
+
+def errors_of_chunked(case: Case, arguments: tuple, ids, cotangents: tuple) -> dict[str, float]:
+    """Errors of "chunked" at the precision of the case's dtype. It multiplies float16 in float32, so that its error in
+    bfloat16, whose rounding is 8 times as coarse, stands for that, divided by 8."""
+    half = case.dtype == "float16"
+    if half:
+        arguments = tuple(x.astype(jnp.bfloat16) if x.dtype == jnp.float16 else x for x in arguments)
+    found = program(case.op, "chunked")(arguments, ids, cotangents)
+    return {k: v / (8 if half else 1) for k, v in errors_of(case, found, arguments, ids, cotangents).items()}
+
+
+def bar(case: Case, name: str, chunked: float) -> float:
+    """The largest error that passes."""
+    if case.sizes.time == 1 and name == "state":
+        return STATE_AFTER_ONE_TOKEN
+    return max(BAR * chunked, FLOOR[case.dtype])
+
+
+def check(case: Case, interpret: Any = None) -> Result:
+    """Run the case. What it raises is its complaint, so that others still run."""
+    arguments, cotangents = draw(case)
+    ids = segment_ids(case)
+    try:
+        run = program(case.op, "pallas", interpret)
+        found, again = (jax.block_until_ready(run(arguments, ids, cotangents)) for _ in range(2))
+    except NotImplementedError as reason:
+        return Result({}, {}, declined=str(reason)[:MOST_WORDS])
+    except Exception as error:  # noqa: BLE001  whatever a compiler or device says belongs in the table
+        return Result({}, {}, f"{type(error).__name__}: {' '.join(str(error).split())[:MOST_WORDS]}")
+    errors = errors_of(case, found, arguments, ids, cotangents)
+    chunked = errors_of_chunked(case, arguments, ids, cotangents)
+    names = list(errors)
+    wrong = [name for name in names if not errors[name] <= bar(case, name, chunked[name])]
+    differs = [name for name in names if np.asarray(found[name]).tobytes() != np.asarray(again[name]).tobytes()]
+    complaints = [f"beyond the bar: {', '.join(wrong)}"] * bool(wrong)
+    complaints += [f"another run gave other bits: {', '.join(differs)}"] * bool(differs)
+    return Result(errors, chunked, "; ".join(complaints) or None)
+
+
+AWKWARD = ("random", "parallel keys", "zero keys", "decay -1e4", "strong decay", "beta 1", "erase up to 2")
+ODD = Sizes(2, 197, 2, 4, 128, 128)  # cases of one shape share what was compiled for it
+
+
+def cases() -> list[Case]:
+    """Everything, shapes that share programs next to each other."""
+    both, found = ("delta_rule", "linear_attention"), []
+    for op in both:
+        found += [Case(op, inputs, ODD) for inputs in AWKWARD if op == "delta_rule" or inputs in AWKWARD[:5]]
+        found += [Case(op, "random", ODD, "documents"), Case(op, "random", ODD, "padding")]
+        found += [Case(op, "parallel keys", ODD, "documents"), Case(op, "decay -1e4", ODD, "documents")]
+        found += [Case(op, "random", Sizes(1, 40, 1, 2, 64, 128)), Case(op, "random", Sizes(3, 64, 3, 3, 64, 64))]
+        found += [Case(op, "random", Sizes(2, 130, 1, 4, 128, 64), "documents")]
+        found += [Case(op, "random", Sizes(1, 100, 1, 1, 256, 256))]
+        found += [Case(op, "parallel keys", Sizes(2, 197, 2, 2, 128, 128), dtype="float16")]
+        # Few rows and much time, which the kernels cut into parts; documents end inside some and span others.
+        found += [Case(op, "random", Sizes(1, 4096, 1, 2, 128, 128)), Case(op, "random", ODD._replace(time=1))]
+    found += [Case("delta_rule", "parallel keys", Sizes(1, 4096, 1, 2, 128, 128), "documents")]
+    found += [Case("linear_attention", "random", Sizes(2, 4096, 1, 32, 128, 64))]
+    return found + [Case("linear_attention", "random", Sizes(4, 1, 1, 32, 128, 64))]
+
+
+def tiny_cases() -> list[Case]:
+    """What Mosaic's interpreter computes in a minute."""
+    small = Sizes(1, 130, 1, 2, 64, 64)
+    found = [Case(op, "random", small, "documents") for op in ("delta_rule", "linear_attention")]
+    found += [Case("delta_rule", "parallel keys", small)]
+    return [*found, Case("delta_rule", "random", Sizes(2, 1, 1, 2, 16, 128))]
+
+
+def line(case: Case, result: Result) -> str:
+    """One row of the table: the verdict, and the error of the kernel and of "chunked" for each quantity."""
+    verdict = "not covered" if result.declined else "FAILED" if result.complaint else "ok"
+    cells = [f"{name} {result.errors[name]:.1e}/{result.chunked[name]:.1e}" for name in result.errors]
+    return f"{verdict:<11} | {case.name} | {'  '.join(cells)}{result.complaint and '  ' + result.complaint or ''}" + (
+        f"{result.declined}" if result.declined else ""
+    )
+
+
+def check_all(chosen: Sequence[Case], interpret: Any = None) -> int:
+    """Check every case, print its row, and return how many failed."""
+    print('verdict     | case | error of the kernel / of "chunked" for each output, state and gradient')
+    failed = covered = 0
+    for case in chosen:
+        result = check(case, interpret)
+        failed, covered = failed + bool(result.complaint), covered + (result.declined is None)
+        print(line(case, result), flush=True)
+    print(f"{len(chosen)} cases, {covered} covered, {failed} failed (the bar is {BAR} times the error of chunked)")
+    return failed if covered else max(failed, 1)
+
+
+# What --times measures: (op, B, T, G, H, K, V), bfloat16.
+TIMED = (
+    ("delta_rule", Sizes(16, 2048, 16, 16, 128, 128)),
+    ("delta_rule", Sizes(4, 8192, 16, 16, 128, 128)),
+    ("delta_rule", Sizes(1, 32768, 16, 16, 128, 128)),
+    ("delta_rule", Sizes(1, 131072, 16, 16, 128, 128)),
+    ("linear_attention", Sizes(16, 2048, 1, 32, 128, 64)),
+    ("linear_attention", Sizes(1, 32768, 1, 32, 128, 64)),
+)
+
+
+def milliseconds(run: Callable, *arguments, launches: int = 10, repeats: int = 20) -> float:
+    """Median time of a call among `launches` queued back to back, which hides the host's part: device time, as long as
+    a call takes the device longer than the host."""
+    jax.block_until_ready(run(*arguments))
+    found = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        results = [run(*arguments) for _ in range(launches)]
+        jax.block_until_ready(results)
+        found.append((time.perf_counter() - begin) / launches)
+    return 1e3 * statistics.median(found)
+
+
+def timed_inputs(sizes: Sizes) -> tuple[tuple, jax.Array]:
+    """Arguments made on the device, bfloat16 and float32, and fixed weights of a loss."""
+    s, keys = sizes, iter(jax.random.split(jax.random.key(0), 7))
+    normal = lambda *shape: jax.random.normal(next(keys), shape, jnp.bfloat16)  # noqa: E731
+    q, k = (ops.l2_normalize(normal(s.batch, s.time, s.key_heads, s.key_dim)) for _ in range(2))
+    u, weights = (normal(s.batch, s.time, s.heads, s.value_dim) for _ in range(2))
+    gates = [jax.random.normal(next(keys), u.shape[:3]) for _ in range(2)]
+    state = jnp.zeros((s.batch, s.heads, s.key_dim, s.value_dim), jnp.float32)
+    return (q, k, u, jax.nn.sigmoid(gates[0]), -jax.nn.softplus(gates[1] - 3), state), weights
+
+
+def passes(op: str, implementation: str) -> dict[str, Callable]:
+    """forward: (arguments, weights) -> (o, state); forward+backward: the gradients of sum(weights o)."""
+
+    def forward(arguments, weights):
+        return apply(op, implementation, arguments)
+
+    def loss(arguments, weights):
+        return jnp.sum(forward(arguments, weights)[0].astype(jnp.float32) * weights)
+
+    return {"forward": jax.jit(forward), "forward+backward": jax.jit(jax.grad(loss))}
+
+
+def print_times(implementations: Sequence[str] = ("pallas", "chunked")) -> None:
+    """The table of device times over TIMED."""
+    print("\n| op | B, T, G, H, K, V | pass | " + " | ".join(f"{name} ms" for name in implementations) + " |")
+    print("| --- " * (3 + len(implementations)) + "|")
+    for op, sizes in TIMED:
+        arguments, weights = timed_inputs(sizes)
+        for name in ("forward", "forward+backward"):
+            cells = []
+            for implementation in implementations:
+                try:
+                    cells.append(f"{milliseconds(passes(op, implementation)[name], arguments, weights):.3f}")
+                except Exception as error:  # noqa: BLE001  too little memory for one must not hide the others
+                    cells.append(f"{type(error).__name__}")
+            print(f"| {op} | {', '.join(map(str, sizes))} | {name} | {' | '.join(cells)} |", flush=True)
+
+
+def hopper() -> bool:
+    """Whether the default device is a GPU that the kernels were written for."""
+    device = jax.devices()[0]
+    return device.platform == "gpu" and str(getattr(device, "compute_capability", "")).startswith("9.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m efla_jax.selfcheck", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--times", action="store_true", help="print device times, too")
+    parser.add_argument("--only", default="", help="only cases whose name has this text")
+    parser.add_argument("--interpret", action="store_true", help="tiny cases in Mosaic's interpreter")
+    options = parser.parse_args(argv)
+    if options.interpret:  # a waiting warpgroup blocks a thread of XLA's pool, which has one per core
+        os.environ.setdefault("NPROC", "8")
+    device = jax.devices()[0]
+    if not options.interpret and not hopper():
+        print(
+            f"selfcheck: the kernels need an NVIDIA Hopper GPU (H100, H200, GH200), not {device.device_kind}"
+            f" ({device.platform}). --interpret checks tiny cases in an interpreter.",
+            file=sys.stderr,
+        )
+        return 2
+    chosen = [case for case in (tiny_cases() if options.interpret else cases()) if options.only in case.name]
+    if not chosen:
+        print(f"selfcheck: no case has {options.only!r} in its name", file=sys.stderr)
+        return 2
+    print(f"jax {jax.__version__} on {device.device_kind}")
+    failed = check_all(chosen, plgpu.InterpretGPUParams(detect_races=True) if options.interpret else None)
+    if options.times and not options.interpret:
+        print_times()
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
