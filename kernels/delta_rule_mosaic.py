@@ -237,7 +237,7 @@ def invert(k, erase, log_decay, documents, heads: int, *, precision, interpret=N
         shared(2, CHUNK, CHUNK, dtype=precision),
         plgpu.Barrier(num_arrivals=vectors + key_dim // 64),
     ]
-    return plgpu.kernel(
+    inverse, gates = plgpu.kernel(
         delta_rule_invert,
         out_type=[
             jax.ShapeDtypeStruct((batch, heads, time, CHUNK), k.dtype),
@@ -249,6 +249,7 @@ def invert(k, erase, log_decay, documents, heads: int, *, precision, interpret=N
         compiler_params=PARAMETERS,
         interpret=interpret,
     )(k, log_decay, erase, *([] if documents is None else [documents]))
+    return inverse, gates
 
 
 # ---- walk ---------------------------------------------------------------------------------------------------------

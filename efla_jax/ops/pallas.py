@@ -110,14 +110,29 @@ solve.defvjp(_forward, _backward)
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def laid_out(x: Recurrence, kind: str, interpret) -> tuple[jax.Array, jax.Array]:
-    """`solve` from and to the library's layout."""
+    """`solve` from and to the library's layout. Channels of the values do not mix: where they are many, tiles of them
+    become heads that share their gates."""
     assert x.erase is not None
-    q, k, u = whole_chunks(x.q), whole_chunks(x.k), whole_chunks(x.u)
+    batch, time, heads, value_dim = x.u.shape
+    tile = 128 if value_dim % 128 == 0 else 64
+    tiles = value_dim // tile
+    u = whole_chunks(x.u.reshape(batch, time, heads * tiles, tile))
     # What forgets all anyway is bounded, so that the running sums keep their digits.
-    log_decay = gates_by_head(jnp.maximum(x.log_decay, FORGET))
-    gates = gates_by_head(x.erase), log_decay, chunk_documents(x.starts)
-    o, final = solve(q, k, u, *gates, x.initial_state.swapaxes(2, 3), kind, interpret)
-    return o[:, : x.u.shape[1]], final.swapaxes(2, 3)
+    gates = x.erase, jnp.maximum(x.log_decay, FORGET)
+    erase, log_decay = (gates_by_head(jnp.repeat(gate, tiles, axis=2)) for gate in gates)
+    initial = x.initial_state.swapaxes(2, 3)
+    o, final = solve(
+        whole_chunks(x.q),
+        whole_chunks(x.k),
+        u,
+        erase,
+        log_decay,
+        chunk_documents(x.starts),
+        initial.reshape(batch, heads * tiles, tile, -1),
+        kind,
+        interpret,
+    )
+    return o[:, :time].reshape(x.u.shape), final.reshape(initial.shape).swapaxes(2, 3)
 
 
 def delta_rule(x: Recurrence, _chunk_size: int, interpret=None) -> tuple[jax.Array, jax.Array]:
