@@ -111,7 +111,7 @@ def over_length(runs: dict[str, Books]) -> list[metrics.Panel]:
         ("needle", "accuracy", "exact answers, %", 100), ("needle", "nats", "nats a token of the answer", 1)
     ):  # fmt: skip
         found = {name: by_length(run.needles, column) for name, run in runs.items() if run.needles}
-        if found:
+        if any(value for one in found.values() for value in one.values()):  # no answer at all: the table says so
             curves = {name: (list(one), [scale * value for value in one.values()]) for name, one in found.items()}
             drawn.append(metrics.Panel(curves, "tokens of the prompt", label, title))
     return drawn
