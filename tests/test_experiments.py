@@ -64,9 +64,9 @@ REFUSED = {
         "--op=block_sparse_attention: implementation: 'recurrent' is not",
     ),
     "key heads": (["experiments.benchmark", "--key_heads=3"], "--key_heads=3 must divide --heads=4"),
-    "no kernel yet": (
+    "no GPU": (
         ["experiments.benchmark", "--implementations=pallas", "--lengths=16"],
-        "no GPU kernel is built yet (see kernels/README.md)",
+        "delta_rule: the GPU kernels need an NVIDIA Hopper GPU, not 'cpu'",
     ),
     "whole section": ([*TRAIN, "--workdir=x", '--config.optim={"a": 1}'], "a section cannot be replaced"),
 }

@@ -293,6 +293,6 @@ def test_wrong_input_is_named_before_anything_compiles(plain_errors, fault):
 def test_missing_kernels_say_so_and_failures_are_collected():
     (q, k, u, erase, _, _), _ = recurrence_case("random")
     with pytest.raises(NotImplementedError, match="no GPU kernel is built yet.*implementation='chunked'"):
-        ops.delta_rule(q, k, u, erase, implementation="pallas")
+        ops.delta_rule(q, k, u, erase, implementation="triton")
     with pytest.raises(ExceptionGroup, match="no implementation supports"):
         dispatch("op", "auto", {"pallas": missing_kernel("op")}, ("pallas",), ())
