@@ -2,8 +2,13 @@
 
     S_t = exp(g_t) S_{t-1} + k_t u_t^T        o_t = S_t^T q_t
 
-This file has the gate vectors, the split of the time into parts and the choice of tiles; the programs are in
-`linear_attention_mosaic.py`. Time is a multiple of 64: the caller pads with tokens of zero k, q, u and log decay.
+This file has the gate vectors, the split of the time into parts and the configs; the programs are in
+`linear_attention_mosaic.py` and `linear_attention_gradients.py`.
+
+Bytes of the backward at G = 1: the forward saves the state before every chunk in 16 bits, T / 64 of them, and a pass
+over q and dO adds as many cotangents of it. For K = 128 that is twice K / 64 = 4 values for each one of u, so that the
+backward moves 8 of them for each of u (2 states written, 2 read, dO twice, u, dU), and dq, dk nothing to speak of: a
+program sums them over the value heads. Written per value head and summed in XLA they would be 8 more.
 """
 
 import dataclasses
@@ -11,65 +16,87 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from efla_jax.kernels.linear_attention_mosaic import (
-    BALANCE,
-    CHUNK,
-    DOCUMENT,
-    INTO,
-    KEPT,
-    LEFT,
-    TILE,
-    Sizes,
-    accumulate,
-    gradients,
-    walk,
-)
+from efla_jax.kernels.linear_attention_gradients import BALANCE, KEPT, LEFT, Inputs, gradients
+from efla_jax.kernels.linear_attention_mosaic import CHUNK, DOCUMENT, INTO, TILE, Plan, Sizes, accumulate, walk
+
+KEY_DIMS = (64, 128)
+DTYPES = ("bfloat16", "float16")
+LEAST = 2  # chunks that a part of the time has at least
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """How a call is cut for the GPU.
 
-    stages: chunks in flight in a walk. multiprocessors: of the GPU. waves: programs wanted for each of them in a walk;
-    the time is split into parts until there are so many, but only if that makes at least twice as many."""
+    stages: chunks loaded ahead in a walk, and tiles in the gradients. multiprocessors: of the GPU, each of which holds
+    one program. waves: programs wanted for each of them; with fewer the time is split into parts, or the heads."""
 
     stages: int = 3
     multiprocessors: int = 132
     waves: float = 2.0
 
 
-def parts(sizes: Sizes, config: Config) -> int:
-    """Into how many equal parts a walk splits the time: 1, or a power of two that divides the number of chunks.
+# By device kind, K, V and dtype. Where a row lacks, SAFE serves: right on every Hopper GPU, tuned on none.
+TABLE: dict[tuple[str, int, int, str], Config] = {
+    ("NVIDIA H200", 128, 64, "bfloat16"): Config(),
+    ("NVIDIA H200", 128, 128, "bfloat16"): Config(),
+    ("NVIDIA H200", 64, 64, "bfloat16"): Config(),
+}
+SAFE = Config(stages=2)
 
-    A split costs one more pass over k and u, so it must at least double the programs that can run at once."""
+
+def config_for(device_kind: str, key_dim: int, value_dim: int, dtype) -> Config:
+    """The table's row for these sizes on this device, or the safe one."""
+    return TABLE.get((device_kind, key_dim, value_dim, jnp.dtype(dtype).name), SAFE)
+
+
+def unsupported(key_dim: int, value_dim: int, dtype) -> str | None:
+    """Why the kernels cannot serve these sizes, or None."""
+    if jnp.dtype(dtype).name not in DTYPES:
+        return f"dtype {jnp.dtype(dtype).name}: the tensor cores' transposed operands are 16-bit ({', '.join(DTYPES)})"
+    if key_dim not in KEY_DIMS:
+        return f"K = {key_dim}: a key head has {' or '.join(map(str, KEY_DIMS))} channels"
+    if value_dim < TILE or value_dim % TILE:
+        return f"V = {value_dim}: a warpgroup has {TILE} channels of the values, so V is a multiple of {TILE}"
+    return None
+
+
+def wanted_parts(sizes: Sizes, config: Config) -> int:
+    """Into how many parts a walk would like to split the time: 1, or a power of two.
+
+    A split costs one more pass over k and u, so it must at least double the programs that run at once."""
     count = 1
-    wanted = config.waves * config.multiprocessors
     if 2 * sizes.programs > config.multiprocessors:
-        return 1
-    while sizes.programs * 2 * count <= wanted and sizes.chunks % (2 * count) == 0 and sizes.chunks // (2 * count) >= 2:
+        return count
+    most = config.waves * config.multiprocessors
+    while 2 * count * sizes.programs <= most and sizes.chunks >= 2 * count * LEAST:
         count *= 2
     return count
 
 
-def gate_vectors(log_decay: jax.Array, documents: jax.Array | None) -> jax.Array:
-    """[B, N, H, 3, C] float32: running sum G of the log decay in a token's own document and chunk; "in" = exp(G) before
-    the chunk's first document start; "out" = exp(G_C - G) for the chunk's last document. With documents a fourth row
-    has their number.
+def parts(sizes: Sizes, config: Config) -> int:
+    """How many parts there are: as many as are wanted, or the most that divides the chunks."""
+    count = wanted_parts(sizes, config)
+    while sizes.chunks % count:
+        count //= 2
+    return count
 
-    The sum starts anew at every document, so a reset costs it no precision."""
-    batch, heads, time = log_decay.shape
-    g = log_decay.reshape(batch, heads, time // CHUNK, CHUNK).swapaxes(1, 2)
-    if documents is None:
-        total = jnp.cumsum(g, axis=-1)
-        rows = [total, jnp.exp(total), jnp.exp(total[..., -1:] - total)]
-    else:
-        number = documents.reshape(batch, time // CHUNK, 1, CHUNK)
-        seen = jnp.tril(number[..., :, None] == number[..., None, :])
-        total = jnp.sum(jnp.where(seen, g[..., None, :], 0.0), axis=-1)
-        into = jnp.where(number == 0, jnp.exp(total), 0.0)
-        last = jnp.where(number == number[..., -1:], total[..., -1:] - total, -jnp.inf)
-        rows = [total, into, jnp.exp(last), jnp.broadcast_to(number, total.shape)]
-    return jnp.stack(rows, axis=-2)
+
+def padded_time(time: int, k: jax.Array, u: jax.Array, config: Config) -> int:
+    """The least time, a multiple of 64, at which the wanted parts are equal. k [B, T, G, K], u [B, T, H, V]."""
+    chunks = -(-time // CHUNK)
+    count = wanted_parts(Sizes(k.shape[0], chunks, k.shape[2], u.shape[2], k.shape[3], u.shape[3], 3), config)
+    return -(-chunks // count) * count * CHUNK
+
+
+def slices(sizes: Sizes, config: Config) -> int:
+    """Programs that share the tiles of a key head in `gradients`: 1, or a power of two while there are few programs.
+
+    With more than one, dq and dk are written in float32 by each and summed in XLA."""
+    count, programs = 1, sizes.batch * sizes.chunks * sizes.key_heads
+    while sizes.per_key % (2 * count) == 0 and 2 * count * programs <= config.waves * config.multiprocessors:
+        count *= 2
+    return count
 
 
 def sizes_of(k: jax.Array, u: jax.Array, gates: jax.Array) -> Sizes:
@@ -82,31 +109,49 @@ def flat(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:2], -1)
 
 
-def starts_of_parts(added, gates, initial, count: int, *, backwards: bool) -> jax.Array:
-    """[B, P, H V, K]: the state from which each part begins, given what each adds to a zero state [B, P, H V, K]."""
-    batch, _, lanes, key_dim = added.shape
-    heads = gates.shape[2]
-    decay = jnp.prod(gates[..., INTO, -1].reshape(batch, count, -1, heads), axis=2)
-    decay = jnp.repeat(decay, lanes // heads, axis=2)[..., None]
-    state, starts = initial.reshape(batch, lanes, key_dim), []
-    order = range(count - 1, -1, -1) if backwards else range(count)
-    for part in order:  # at most 64 of them, and one elementwise fusion
+def gate_vectors(log_decay: jax.Array, documents: jax.Array | None) -> jax.Array:
+    """[B, N, H, 3 or 4, C] float32: running sum G of the log decay in a token's own document and chunk; "in" = exp(G)
+    before the chunk's first document start; "out" = exp(G_C - G) in the chunk's last document; with documents their
+    number.
+
+    The sum starts anew at every document, so a reset costs it no precision."""
+    batch, heads, time = log_decay.shape
+    g = log_decay.reshape(batch, heads, time // CHUNK, CHUNK).swapaxes(1, 2)
+    if documents is None:
+        total = jnp.cumsum(g, axis=-1)
+        rows = [total, jnp.exp(total), jnp.exp(total[..., -1:] - total)]
+    else:
+        number = documents.reshape(batch, time // CHUNK, 1, CHUNK)
+        seen = jnp.tril(number[..., :, None] == number[..., None, :])
+        total = jnp.sum(jnp.where(seen, g[..., None, :], 0.0), axis=-1)
+        into = jnp.where(number == 0, jnp.exp(total), 0.0)
+        out = jnp.exp(jnp.where(number == number[..., -1:], total[..., -1:] - total, -jnp.inf))
+        rows = [total, into, out, jnp.broadcast_to(number, total.shape)]
+    return jnp.stack(rows, axis=-2)
+
+
+def starts_of_parts(added, gates, initial, *, backwards: bool) -> jax.Array:
+    """[B, P, H V, K]: the state from which each part begins, given what each makes of a zero state, in that shape, and
+    the first part's (backwards: the last's) initial [B, H V, K]."""
+    count, heads = added.shape[1], gates.shape[2]
+    decay = jnp.prod(gates[..., INTO, -1].reshape(added.shape[0], count, -1, heads), axis=2)
+    decay = jnp.repeat(decay, added.shape[2] // heads, axis=2)[..., None]
+    state, starts = initial, []
+    for part in reversed(range(count)) if backwards else range(count):  # few, and XLA fuses them into one pass
         starts.append(state)
         state = decay[:, part] * state + added[:, part]
     return jnp.stack(starts[::-1] if backwards else starts, axis=1)
 
 
-def started(x, y, gates, initial, sizes: Sizes, config: Config, *, backwards: bool, interpret) -> jax.Array:
-    """[B, P, H V, K]: the states from which the parts of a walk begin."""
-    count = parts(sizes, config)
-    initial = initial.reshape(sizes.batch, 1, -1, sizes.key_dim)
-    if count == 1:
-        return initial
-    zeros = jnp.zeros((sizes.batch, count, *initial.shape[2:]), jnp.float32)
-    rows = gates.reshape(sizes.batch, -1, CHUNK)
-    options = dict(sizes=sizes, stages=config.stages, backwards=backwards, save=False, interpret=interpret)
-    added, _ = accumulate(x, y, rows, zeros, **options)
-    return starts_of_parts(added, gates, initial, count, backwards=backwards)
+def started(x, y, gates, initial, plan: Plan) -> jax.Array:
+    """[B, P, H V, K]: the states from which the parts of a walk begin, initial [B, H, V, K] that of the whole."""
+    batch, _, lanes, key_dim = plan.sizes.states
+    initial = initial.reshape(batch, lanes, key_dim)
+    if plan.parts == 1:
+        return initial[:, None]
+    zeros = jnp.zeros((batch, plan.parts, lanes, key_dim), jnp.float32)
+    added, _ = accumulate(x, y, gates.reshape(batch, -1, CHUNK), zeros, dataclasses.replace(plan, save=False))
+    return starts_of_parts(added, gates, initial, backwards=plan.backwards)
 
 
 def forward(q, k, u, log_decay, documents, initial_state, *, config: Config, save: bool, interpret=None):
@@ -117,29 +162,17 @@ def forward(q, k, u, log_decay, documents, initial_state, *, config: Config, sav
     [B, H, V, K] float32. saved = (gates [B, N, H, 3 or 4, 64] float32, states before each chunk [B, N, H V, K])."""
     gates = gate_vectors(log_decay, documents)
     sizes = sizes_of(k, u, gates)
-    starts = started(flat(k), flat(u), gates, initial_state, sizes, config, backwards=False, interpret=interpret)
-    o, final, states = walk(
-        flat(q), flat(k), flat(u), gates.reshape(sizes.batch, -1, CHUNK), starts,
-        sizes=sizes, stages=config.stages, save=save, interpret=interpret,
-    )  # fmt: skip
+    plan = Plan(sizes, parts(sizes, config), config.stages, save, interpret=interpret)
+    starts = started(flat(k), flat(u), gates, initial_state, plan)
+    o, final, states = walk(flat(q), flat(k), flat(u), gates.reshape(sizes.batch, -1, CHUNK), starts, plan)
     return o.reshape(u.shape), final[:, -1].reshape(initial_state.shape), (gates, states) if save else None
-
-
-def slices(sizes: Sizes, config: Config) -> int:
-    """Programs that share the tiles of a key head in `gradients`: 1, or a power of two while there are few programs.
-
-    Each slice costs dq and dk once more, in float32."""
-    count, programs = 1, sizes.batch * sizes.chunks * sizes.key_heads
-    while sizes.per_key % (2 * count) == 0 and 2 * count * programs <= config.waves * config.multiprocessors:
-        count *= 2
-    return count
 
 
 def decay_gradient(sums, gates, sizes: Sizes) -> jax.Array:
     """d log_decay [B, H, T] from the sums of `gradients`: every G sums the log decays of its document so far.
 
     A token's "out" holds the decays behind it: its part goes to those by a sum over the tokens before them."""
-    sums = sums.reshape(*sums.shape[:2], sizes.heads, sizes.per_head, 2, 3, CHUNK).sum(3)
+    sums = sums.reshape(sizes.batch, sizes.chunks, sizes.heads, sizes.per_head, 2, 3, CHUNK).sum(3)
     query, key = sums[..., 0, :, :], sums[..., 1, :, :]
     state = query[..., KEPT, :].sum(-1) + (key[..., KEPT, :].sum(-1) if sizes.key_dim > TILE else 0.0)
     ahead = query[..., LEFT, :] + query[..., BALANCE, :] - key[..., BALANCE, :]
@@ -160,13 +193,13 @@ def backward(q, k, u, saved, d_o, d_final_state, *, config: Config, interpret=No
     dq and dk are summed over the value heads of a key head, in float32. Arguments as in `forward`; d_o like u."""
     gates, starts = saved
     sizes = sizes_of(k, u, gates)
-    rows = gates.reshape(sizes.batch, -1, CHUNK)
+    plan = Plan(sizes, parts(sizes, config), config.stages, save=True, backwards=True, interpret=interpret)
     x, y = flat(q), flat(d_o)
-    last = started(x, y, gates, d_final_state, sizes, config, backwards=True, interpret=interpret)
-    options = dict(sizes=sizes, stages=config.stages, interpret=interpret)
-    first, ends = accumulate(x, y, rows, last, backwards=True, save=True, **options)
-    count = slices(sizes, config)
-    d_q, d_k, d_u, sums = gradients(x, flat(k), flat(u), y, gates, starts, ends, slices=count, **options)
-    d_q, d_k = (x.sum(0).astype(q.dtype).reshape(q.shape) for x in (d_q, d_k))
+    last = started(x, y, gates, d_final_state, plan)
+    first, ends = accumulate(x, y, gates.reshape(sizes.batch, -1, CHUNK), last, plan)
+    rows = gates.reshape(sizes.batch, -1, *gates.shape[3:])
+    inputs = Inputs(x, flat(k), flat(u), y, rows, starts, ends)
+    out = gradients(inputs, sizes, stages=config.stages, slices=slices(sizes, config), interpret=interpret)
+    d_q, d_k = (x.sum(0).astype(q.dtype).reshape(q.shape) for x in (out.d_q, out.d_k))
     d_initial = first[:, 0].reshape(d_final_state.shape)
-    return d_q, d_k, d_u.reshape(u.shape), decay_gradient(sums, gates, sizes), d_initial
+    return d_q, d_k, out.d_u.reshape(u.shape), decay_gradient(out.sums, gates, sizes), d_initial

@@ -1,0 +1,279 @@
+"""The gradients of linear attention on a Hopper GPU: one Pallas program in Mosaic GPU, all chunks at once.
+
+With the letters of `linear_attention_mosaic.py`, given S before and D' after every chunk:
+
+    b = R . dO U^T        dQ = in . dO S^T + b K        dK = out . U D'^T + b^T Q
+    dU = (R . Q K^T)^T dO + out . K D'
+
+A program has a chunk of a key head and loops over the tiles of 64 columns of V that read it, so that dq and dk are
+summed over the value heads in float32 registers and written once. Its two compute warpgroups are mirror images, the
+first with the rows of q, the second with those of k: with X, Y, M = Q, dO, S here and K, U, D' there, Z and W being X
+and Y of the other side, w = "in" or "out", and R transposed on the side of k,
+
+    b = R . Y W^T        dX += b Z + (w . Y) M        P = (R . X Z^T) W + w . X M
+
+where P is dU on the side of k, and on that of q the output once more, which nobody stores: two equal instruction
+streams end together, and q's would else be the shorter one. A third warpgroup only issues loads.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from efla_jax.kernels.delta_rule_mosaic import CHUNK, WGMMA, accumulated, by_row, index, left_operand, shared
+from efla_jax.kernels.linear_attention_mosaic import (
+    DOCUMENT,
+    INTO,
+    LOADER_REGISTERS,
+    TILE,
+    Sizes,
+    begin,
+    decays,
+    finish,
+    launch,
+    staging,
+)
+
+BALANCE, LEFT, KEPT = range(3)  # rows of the sums about the decays
+COMPUTE_REGISTERS = 232  # per thread: with LOADER_REGISTERS, twice this is what fits of the 512 for three warpgroups
+QUERY, KEY, LOADER = range(3)  # warpgroups; q's side comes first wherever there are two
+f32 = jnp.float32
+
+
+class Inputs(NamedTuple):
+    """q, k [B, T, G K]; u, d_o [B, T, H V]; gates [B, N H, rows, C]; starts, ends [B, N, H V, K]: S and D'."""
+
+    q: Any
+    k: Any
+    u: Any
+    d_o: Any
+    gates: Any
+    starts: Any
+    ends: Any
+
+
+class Outputs(NamedTuple):
+    """See `gradients`."""
+
+    d_q: Any
+    d_k: Any
+    d_u: Any
+    sums: Any
+
+
+class Memory(NamedTuple):
+    """Shared memory: x [2, C, K], q and k; y [stages, 2, C, 64], dO and U; m [stages, 2, 64, K], S^T and D'^T; gates
+    [stages, rows, C]; d_u [C, 64]; sums [2, 3, C]; the barriers of x, of a stage's loads and of its release; the
+    interpreter's left operands, one of each kind per side."""
+
+    x: Any
+    y: Any
+    m: Any
+    gates: Any
+    d_u: Any
+    sums: Any
+    keys: Any
+    full: Any
+    empty: Any
+    left: list
+
+
+class Task(NamedTuple):
+    """A program: row of the batch, chunk, key head, which slice of its tiles, and how many those are."""
+
+    row: Any
+    chunk: Any
+    key_head: Any
+    share: Any
+    count: int
+    sizes: Sizes
+
+    @property
+    def time(self):
+        return pl.ds(self.chunk * CHUNK, CHUNK)
+
+    @property
+    def channels(self):
+        return pl.ds(self.key_head * self.sizes.key_dim, self.sizes.key_dim)
+
+    def tile(self, i):
+        return self.key_head * self.sizes.per_key + self.share * self.count + i
+
+    def lanes(self, i):
+        return pl.ds(self.tile(i) * TILE, TILE)
+
+
+def load(task: Task, x: Inputs, memory: Memory) -> None:
+    """The loading warpgroup: q and k once, then tile after tile, each into the stage that is free."""
+    stages = memory.y.shape[0]
+    plgpu.copy_gmem_to_smem(x.q.at[task.row, task.time, task.channels], memory.x.at[QUERY], memory.keys)
+    plgpu.copy_gmem_to_smem(x.k.at[task.row, task.time, task.channels], memory.x.at[KEY], memory.keys)
+
+    def step(i, _):
+        slot = lax.rem(i, stages)
+
+        @pl.when(i >= stages)
+        def _():
+            plgpu.barrier_wait(memory.empty.at[slot])
+
+        lanes, barrier = task.lanes(i), memory.full.at[slot]
+        gates = x.gates.at[task.row, task.chunk * task.sizes.heads + task.sizes.head(task.tile(i))]
+        plgpu.copy_gmem_to_smem(x.d_o.at[task.row, task.time, lanes], memory.y.at[slot, QUERY], barrier)
+        plgpu.copy_gmem_to_smem(x.u.at[task.row, task.time, lanes], memory.y.at[slot, KEY], barrier)
+        plgpu.copy_gmem_to_smem(x.starts.at[task.row, task.chunk, lanes], memory.m.at[slot, QUERY], barrier)
+        plgpu.copy_gmem_to_smem(x.ends.at[task.row, task.chunk, lanes], memory.m.at[slot, KEY], barrier)
+        plgpu.copy_gmem_to_smem(gates, memory.gates.at[slot], barrier)
+
+    lax.fori_loop(0, task.count, step, None)
+
+    def released(i, _):
+        plgpu.barrier_wait(memory.empty.at[lax.rem(i, stages)])
+
+    lax.fori_loop(task.count - stages, task.count, released, None)
+
+
+def kept(m, group, key_dim: int) -> jax.Array:
+    """Row sums of S^T . D'^T [64, K] over this side's half of the columns, or over all if there are 64."""
+    total = None
+    for part in range(-(-key_dim // (2 * TILE))):
+        columns = pl.ds((2 * part + group) * TILE if key_dim > TILE else 0, TILE)
+        start, end = (plgpu.load(m.at[side, :, columns], layout=WGMMA, optimized=False) for side in (QUERY, KEY))
+        more = jnp.sum(start.astype(f32) * end.astype(f32), axis=1)
+        total = more if total is None else total + more
+    return total
+
+
+def tile_gradients(memory: Memory, slot, acc_x, scores, sizes: Sizes, interpret) -> jax.Array:
+    """One tile on one side: adds to dX, writes the sums, returns P [C, 64]. scores = X Z^T float32."""
+    dtype, group = memory.y.dtype, lax.axis_index("group")
+    z, gates, m, left = memory.x.at[1 - group], memory.gates.at[slot], memory.m.at[slot, group], memory.left
+    y, w = memory.y.at[slot, group], memory.y.at[slot, 1 - group]
+    sums = memory.sums.at[group]
+
+    def products(acc_pairs, acc_read, acc_p):
+        plgpu.wgmma(acc_pairs, y, w.T)
+        plgpu.wgmma(acc_read, memory.x.at[group], m.T)
+        values = plgpu.load(y, layout=WGMMA, optimized=False).astype(f32)
+        weight = by_row(gates.at[INTO + group], TILE)
+        plgpu.wgmma(acc_x, left_operand((values * weight).astype(dtype), left[0]), m)
+        decay = decays(gates, 0, documents=sizes.rows > DOCUMENT, sign=1 - 2 * group)
+        spread = (decay * scores).astype(dtype)
+        pairs = accumulated(acc_pairs, wait_n=2) * decay
+        plgpu.wgmma(acc_x, left_operand(pairs.astype(dtype), left[1]), z)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        # A token's pair with itself cancels between the sides: left out rather than subtracted.
+        others = index(CHUNK, CHUNK, 0) != index(CHUNK, CHUNK, 1)
+        sums.at[BALANCE][...] = jnp.sum(jnp.where(others, pairs * scores, 0.0), axis=1)
+        read = accumulated(acc_read, wait_n=2) * weight
+        sums.at[LEFT][...] = jnp.sum(values * read, axis=1)
+        begin(acc_p, read, interpret)
+        plgpu.wgmma(acc_p, left_operand(spread, left[2]), w)
+        sums.at[KEPT][...] = kept(memory.m.at[slot], group, sizes.key_dim)
+        return finish(acc_p, read, interpret)
+
+    square = plgpu.ACC((CHUNK, CHUNK), f32)
+    return pl.run_scoped(products, square, square, square)
+
+
+def compute(task: Task, memory: Memory, out: Outputs, interpret) -> None:
+    """A compute warpgroup: all tiles, then dq or dk."""
+    sizes, group, stages = task.sizes, lax.axis_index("group"), memory.y.shape[0]
+    plgpu.barrier_wait(memory.keys)
+
+    def multiply(acc):
+        plgpu.wgmma(acc, memory.x.at[group], memory.x.at[1 - group].T)
+        return accumulated(acc, wait_n=0)
+
+    scores = pl.run_scoped(multiply, plgpu.ACC((CHUNK, CHUNK), f32))
+
+    def over_tiles(acc_x):
+        def step(i, _):
+            slot = lax.rem(i, stages)
+            plgpu.barrier_wait(memory.full.at[slot])
+            p = tile_gradients(memory, slot, acc_x, scores, sizes, interpret)
+
+            @pl.when(group == KEY)
+            def _():
+                memory.d_u[...] = p.astype(memory.d_u.dtype)
+
+            plgpu.commit_smem()
+            place = (task.chunk * sizes.tiles + task.tile(i)) * 2 + group
+            plgpu.copy_smem_to_gmem(memory.sums.at[group], out.sums.at[task.row, place])
+
+            @pl.when(group == KEY)
+            def _():
+                plgpu.copy_smem_to_gmem(memory.d_u, out.d_u.at[task.row, task.time, task.lanes(i)])
+
+            plgpu.barrier_arrive(memory.empty.at[slot])
+
+        lax.fori_loop(0, task.count, step, None)
+        return accumulated(acc_x, wait_n=0)
+
+    total = pl.run_scoped(over_tiles, plgpu.ACC((CHUNK, sizes.key_dim), f32))
+    for side, target in ((QUERY, out.d_q), (KEY, out.d_k)):
+
+        @pl.when(group == side)
+        def _(target=target):
+            target[task.share, task.row, task.time, task.channels] = total.astype(target.dtype)
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def scratch(sizes: Sizes, stages: int, dtype, interpret) -> list:
+    """What `Memory` lists."""
+    return [
+        shared(2, CHUNK, sizes.key_dim, dtype=dtype),
+        shared(stages, 2, CHUNK, TILE, dtype=dtype),
+        shared(stages, 2, TILE, sizes.key_dim, dtype=dtype),
+        plgpu.SMEM((stages, sizes.rows, CHUNK), f32),
+        shared(CHUNK, TILE, dtype=dtype),
+        plgpu.SMEM((2, 3, CHUNK), f32),
+        plgpu.Barrier(num_arrivals=2),
+        plgpu.Barrier(num_arrivals=5, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        *staging([(CHUNK, TILE), (CHUNK, CHUNK), (CHUNK, CHUNK)], dtype, interpret, 2),
+    ]
+
+
+def gradients(x: Inputs, sizes: Sizes, *, stages: int, slices: int, interpret=None) -> Outputs:
+    """dq, dk [slices, B, T, G K]; dU [B, T, H V]; sums [B, N tiles 2, 3, C] float32.
+
+    Each program takes a slice of the tiles of a key head, and its dq and dk are that slice's part: in the dtype of u if
+    there is only one, else float32. The sums of a chunk's tile, for the rows of q and then for those of k, per token:
+
+        BALANCE  row sums of strict(b) . Q K^T for q, column sums for k
+        LEFT     rowsum(Q . (in . dO S^T)) and rowsum(K . (out . U D'^T))
+        KEPT     (per column of V, not per token) rowsum(S^T . D'^T) over half of K each; if K is 64, over all, twice
+    """
+    dtype, count = x.u.dtype, sizes.per_key // slices
+    arguments, results = len(Inputs._fields), len(Outputs._fields)
+
+    def body(*refs):
+        sources, out = Inputs(*refs[:arguments]), Outputs(*refs[arguments : arguments + results])
+        fixed = len(Memory._fields) - 1
+        *rest, left = *refs[arguments + results :][:fixed], refs[arguments + results + fixed :]
+        row, chunk, pair = (lax.axis_index(name) for name in ("row", "part", "pair"))
+        group = lax.axis_index("group")
+        memory = Memory(*rest, left=[buffer.at[group] for buffer in left] or [None] * 3)
+        task = Task(row, chunk, lax.div(pair, slices), lax.rem(pair, slices), count, sizes)
+
+        @pl.when(group == LOADER)
+        def _():
+            plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
+            load(task, sources, memory)
+
+        @pl.when(group != LOADER)
+        def _():
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            compute(task, memory, out, interpret)
+
+    shape = jax.ShapeDtypeStruct
+    summed = shape((slices, *x.q.shape), dtype if slices == 1 else f32)
+    out = [summed, summed, shape(x.u.shape, dtype)]
+    out.append(shape((sizes.batch, sizes.chunks * sizes.tiles * 2, 3, CHUNK), f32))
+    grid = sizes.batch, sizes.chunks, sizes.key_heads * slices
+    return Outputs(*launch(body, x, out, scratch(sizes, min(stages, count), dtype, interpret), grid, 3, interpret))
