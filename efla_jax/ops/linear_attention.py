@@ -4,6 +4,7 @@ from efla_jax.ops.arguments import recurrence
 from efla_jax.ops.associative import associative
 from efla_jax.ops.chunked import chunked
 from efla_jax.ops.dispatch import Table, automatic, dispatch, missing_kernel
+from efla_jax.ops.pallas_linear import linear_attention as pallas
 from efla_jax.ops.recurrent import recurrent
 from efla_jax.ops.sharded import recurrence_over_mesh
 from efla_jax.shapes import Gates, Keys, Queries, SegmentIds, State, Values, check_chunk_size
@@ -12,7 +13,7 @@ TABLE: Table = {
     "recurrent": recurrent,
     "associative": associative,
     "chunked": chunked,
-    "pallas": missing_kernel("linear_attention"),
+    "pallas": pallas,
     "triton": missing_kernel("linear_attention"),
 }
 
