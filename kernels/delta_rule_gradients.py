@@ -410,9 +410,9 @@ def write_pairs(memory: Memory, group, documents: bool) -> None:
         sums.at[COLUMN][...] = jnp.sum(weighed, axis=0)
 
 
-def keys_gradients(memory: Memory, tile, group) -> None:
-    """dQ and dK of 64 columns of K, left in the first tiles of `starts` and `ends`, and their sums for the gates."""
-    count, dtype = memory.values.shape[1], memory.keys.dtype
+def keys_gradients(memory: Memory, tile, group) -> tuple[jax.Array, jax.Array]:
+    """dQ and dK [C, 64] float32 of 64 columns of K, and their sums for the gates."""
+    count = memory.values.shape[1]
     q, k = memory.keys.at[0, tile], memory.keys.at[1, tile]
     column = [(memory.starts.at[i, tile], memory.ends.at[i, tile]) for i in range(count)]
     sums = memory.sums.at[group]
@@ -438,11 +438,19 @@ def keys_gradients(memory: Memory, tile, group) -> None:
     load = lambda ref: plgpu.load(ref, layout=WGMMA, optimized=False).astype(jnp.float32)  # noqa: E731
     read, kept = pl.run_scoped(states, *(plgpu.ACC((CHUNK, TILE), jnp.float32),) * 3)
     b, x = memory.pairs.at[0], memory.pairs.at[1]
-    d_q = read + product([(b, k)])
-    d_k = kept + product([(b.T, q), (x, k), (x.T, k)])
+    return read + product([(b, k)]), kept + product([(b.T, q), (x, k), (x.T, k)])
+
+
+def put_keys_gradients(memory: Memory, tile, d_q, d_k, dq_gmem, dk_gmem) -> None:
+    """Store dQ and dK of 64 columns of K; 16-bit ones pass the memory of the states, which this warpgroup alone reads."""
+    if dq_gmem.dtype == jnp.float32:
+        dq_gmem[...], dk_gmem[...] = d_q, d_k
+        return
     plgpu.commit_smem()  # no warp reads the states any more
-    memory.starts[0, tile] = d_q.astype(dtype)
-    memory.ends[0, tile] = d_k.astype(dtype)
+    for x, room, target in ((d_q, memory.starts.at[0, tile], dq_gmem), (d_k, memory.ends.at[0, tile], dk_gmem)):
+        room[...] = x.astype(room.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(room, target)
 
 
 def gate_gradients(memory: Memory, tiles: int) -> None:
@@ -566,11 +574,9 @@ def gradients(x: Inputs, sizes: Sizes, *, interpret=None) -> tuple:
 
         @pl.when(group < sizes.key_tiles)
         def _():
-            keys_gradients(memory, group, group)
-            plgpu.commit_smem()
-            place = pl.ds(group * TILE, TILE)
-            plgpu.copy_smem_to_gmem(memory.starts.at[0, group], dq_gmem.at[b, tokens, h, place])
-            plgpu.copy_smem_to_gmem(memory.ends.at[0, group], dk_gmem.at[b, tokens, h, place])
+            d_q, d_k = keys_gradients(memory, group, group)
+            place = b, tokens, h, pl.ds(group * TILE, TILE)
+            put_keys_gradients(memory, group, d_q, d_k, dq_gmem.at[place], dk_gmem.at[place])
 
         plgpu.commit_smem()
         plgpu.barrier_arrive(memory.summed)
@@ -585,7 +591,8 @@ def gradients(x: Inputs, sizes: Sizes, *, interpret=None) -> tuple:
 
         plgpu.wait_smem_to_gmem(0)
 
-    keys = jax.ShapeDtypeStruct((sizes.batch, sizes.time, sizes.heads, sizes.key_dim), dtype)
+    summed = jnp.float32 if sizes.heads > sizes.key_heads else dtype  # a sum of heads is rounded once, at its end
+    keys = jax.ShapeDtypeStruct((sizes.batch, sizes.time, sizes.heads, sizes.key_dim), summed)
     gates = jax.ShapeDtypeStruct((sizes.batch, sizes.heads, sizes.time), jnp.float32)
     return plgpu.kernel(
         body,
@@ -609,7 +616,7 @@ def backward(
     float32; documents [B, T] float32 or None: how many documents have begun inside the chunk up to each token;
     saved: (inverse [B, H, T, 64], gates [B, H, N, 5, 64] float32, states at the chunks' starts [B, H, N, V, K]);
     d_final [B, H, V, K] float32, of the final state. T is a multiple of 64, K and V are 64 or 128. dq and dk are of each
-    value head: those of a key head are their sum."""
+    value head, float32 if several read one key head: those of a key head are their sum."""
     inverse, gates, starts = saved
     sizes = Sizes(*k.shape[:3], u.shape[2], k.shape[3], u.shape[3], documents is not None)
     d_u, ends, d_initial = reverse(
