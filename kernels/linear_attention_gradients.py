@@ -147,36 +147,47 @@ def kept(m, group, key_dim: int) -> jax.Array:
     return total
 
 
-def tile_gradients(memory: Memory, slot, acc_x, scores, sizes: Sizes, interpret) -> jax.Array:
-    """One tile on one side: adds to dX, writes the sums, returns P [C, 64]. scores = X Z^T float32."""
-    dtype, group = memory.y.dtype, lax.axis_index("group")
-    z, gates, m, left = memory.x.at[1 - group], memory.gates.at[slot], memory.m.at[slot, group], memory.left
-    y, w = memory.y.at[slot, group], memory.y.at[slot, 1 - group]
-    sums = memory.sums.at[group]
+def tile_gradients(memory: Memory, slot, scores, so_far: tuple, sizes: Sizes, put_p, interpret) -> tuple:
+    """One tile on one side: writes the sums, hands P [C, 64] to put_p and returns dX, in parts of 64 columns, from the
+    dX so far. scores = X Z^T float32.
 
-    def products(acc_pairs, acc_read, acc_p):
+    w multiplies Y M afterwards, in float32: rounding w . Y instead would add a third to the error of dX."""
+    dtype, group = memory.y.dtype, lax.axis_index("group")
+    x, z, m = memory.x.at[group], memory.x.at[1 - group], memory.m.at[slot, group]
+    y, w = memory.y.at[slot, group], memory.y.at[slot, 1 - group]
+    gates, sums, left = memory.gates.at[slot], memory.sums.at[group], memory.left
+    columns = [pl.ds(part * TILE, TILE) for part in range(len(so_far))]
+
+    def products(acc_pairs, acc_read, acc_p, *accs):
+        accs_y, accs_x = accs[: len(so_far)], accs[len(so_far) :]
         plgpu.wgmma(acc_pairs, y, w.T)
-        plgpu.wgmma(acc_read, memory.x.at[group], m.T)
-        values = plgpu.load(y, layout=WGMMA, optimized=False).astype(f32)
-        weight = by_row(gates.at[INTO + group], TILE)
-        plgpu.wgmma(acc_x, left_operand((values * weight).astype(dtype), left[0]), m)
+        plgpu.wgmma(acc_read, x, m.T)
         decay = decays(gates, 0, documents=sizes.rows > DOCUMENT, sign=1 - 2 * group)
         spread = (decay * scores).astype(dtype)
-        pairs = accumulated(acc_pairs, wait_n=2) * decay
-        plgpu.wgmma(acc_x, left_operand(pairs.astype(dtype), left[1]), z)
+        pairs = accumulated(acc_pairs, wait_n=1) * decay
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         # A token's pair with itself cancels between the sides: left out rather than subtracted.
         others = index(CHUNK, CHUNK, 0) != index(CHUNK, CHUNK, 1)
         sums.at[BALANCE][...] = jnp.sum(jnp.where(others, pairs * scores, 0.0), axis=1)
-        read = accumulated(acc_read, wait_n=2) * weight
+        weight = by_row(gates.at[INTO + group], TILE)
+        read = accumulated(acc_read, wait_n=0) * weight
+        values = plgpu.load(y, layout=WGMMA, optimized=False).astype(f32)
         sums.at[LEFT][...] = jnp.sum(values * read, axis=1)
         begin(acc_p, read, interpret)
-        plgpu.wgmma(acc_p, left_operand(spread, left[2]), w)
+        plgpu.wgmma(acc_p, left_operand(spread, left[0]), w)
+        for acc, part in zip(accs_y, columns, strict=True):
+            plgpu.wgmma(acc, y, m.at[:, part])
         sums.at[KEPT][...] = kept(memory.m.at[slot], group, sizes.key_dim)
-        return finish(acc_p, read, interpret)
+        put_p(finish(acc_p, read, interpret, wait_n=len(columns)))
+        pairs = left_operand(pairs.astype(dtype), left[1])
+        carried = []
+        for i, (acc_y, acc_x) in enumerate(zip(accs_y, accs_x, strict=True)):
+            carried.append(so_far[i] + accumulated(acc_y, wait_n=len(columns) - 1) * weight)
+            begin(acc_x, carried[i], interpret)
+            plgpu.wgmma(acc_x, pairs, z.at[:, columns[i]])
+        return tuple(finish(acc, value, interpret) for acc, value in zip(accs_x, carried, strict=True))
 
-    square = plgpu.ACC((CHUNK, CHUNK), f32)
-    return pl.run_scoped(products, square, square, square)
+    return pl.run_scoped(products, *[plgpu.ACC((CHUNK, TILE), f32)] * (3 + 2 * len(so_far)))
 
 
 def compute(task: Task, memory: Memory, out: Outputs, interpret) -> None:
@@ -190,12 +201,11 @@ def compute(task: Task, memory: Memory, out: Outputs, interpret) -> None:
 
     scores = pl.run_scoped(multiply, plgpu.ACC((CHUNK, CHUNK), f32))
 
-    def over_tiles(acc_x):
-        def step(i, _):
-            slot = lax.rem(i, stages)
-            plgpu.barrier_wait(memory.full.at[slot])
-            p = tile_gradients(memory, slot, acc_x, scores, sizes, interpret)
+    def step(i, so_far):
+        slot = lax.rem(i, stages)
+        plgpu.barrier_wait(memory.full.at[slot])
 
+        def put_p(p):
             @pl.when(group == KEY)
             def _():
                 memory.d_u[...] = p.astype(memory.d_u.dtype)
@@ -208,17 +218,19 @@ def compute(task: Task, memory: Memory, out: Outputs, interpret) -> None:
             def _():
                 plgpu.copy_smem_to_gmem(memory.d_u, out.d_u.at[task.row, task.time, task.lanes(i)])
 
-            plgpu.barrier_arrive(memory.empty.at[slot])
+        total = tile_gradients(memory, slot, scores, so_far, sizes, put_p, interpret)
+        plgpu.barrier_arrive(memory.empty.at[slot])
+        return total
 
-        lax.fori_loop(0, task.count, step, None)
-        return accumulated(acc_x, wait_n=0)
-
-    total = pl.run_scoped(over_tiles, plgpu.ACC((CHUNK, sizes.key_dim), f32))
+    nothing = plgpu.layout_cast(jnp.zeros((CHUNK, TILE), f32), WGMMA)
+    total = lax.fori_loop(0, task.count, step, (nothing,) * (sizes.key_dim // TILE))
     for side, target in ((QUERY, out.d_q), (KEY, out.d_k)):
 
         @pl.when(group == side)
         def _(target=target):
-            target[task.share, task.row, task.time, task.channels] = total.astype(target.dtype)
+            for part, value in enumerate(total):
+                channels = pl.ds(task.key_head * sizes.key_dim + part * TILE, TILE)
+                target[task.share, task.row, task.time, channels] = value.astype(target.dtype)
 
     plgpu.wait_smem_to_gmem(0)
 
@@ -235,7 +247,7 @@ def scratch(sizes: Sizes, stages: int, dtype, interpret) -> list:
         plgpu.Barrier(num_arrivals=2),
         plgpu.Barrier(num_arrivals=5, num_barriers=stages),
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        *staging([(CHUNK, TILE), (CHUNK, CHUNK), (CHUNK, CHUNK)], dtype, interpret, 2),
+        *staging([(CHUNK, CHUNK)] * 2, dtype, interpret, 2),
     ]
 
 
@@ -258,7 +270,7 @@ def gradients(x: Inputs, sizes: Sizes, *, stages: int, slices: int, interpret=No
         *rest, left = *refs[arguments + results :][:fixed], refs[arguments + results + fixed :]
         row, chunk, pair = (lax.axis_index(name) for name in ("row", "part", "pair"))
         group = lax.axis_index("group")
-        memory = Memory(*rest, left=[buffer.at[group] for buffer in left] or [None] * 3)
+        memory = Memory(*rest, left=[buffer.at[group] for buffer in left] or [None] * 2)
         task = Task(row, chunk, lax.div(pair, slices), lax.rem(pair, slices), count, sizes)
 
         @pl.when(group == LOADER)
