@@ -15,7 +15,7 @@ from jax import lax
 
 from efla_jax.kernels import delta_rule_mosaic as mosaic
 
-KEY_DIMS = (64, 128, 256)
+KEY_DIMS = (64, 128)
 DTYPES = ("bfloat16", "float16")
 SHARED_MEMORY = 227 * 1024  # bytes that a program may use on a Hopper GPU
 
@@ -24,29 +24,32 @@ SHARED_MEMORY = 227 * 1024  # bytes that a program may use on a Hopper GPU
 class Config:
     """How the forward runs.
 
-    groups: compute warpgroups of a walk, each with 64 columns of V; fewer where V is no multiple of 64 groups.
     stages: chunks whose loads are in flight; fewer where shared memory or the sequence is too small.
+    early: decay what the last chunk left while the new vectors are multiplied, rather than after.
     precision: 16-bit dtype of the inverse's products. float16 rounds to 11 bits, bfloat16 to 8. The inverse of a step
-    that does not lengthen the state (erase |k|^2 <= 2) has entries of the order of 1, so that the range of float16 is
-    no concern, and bfloat16 would only be less exact.
-    programs: the time is cut while fewer walks than this would run; 1 never cuts.
-    least: chunks that a part has at least.
+    that does not lengthen the state (erase |k|^2 <= 2) has entries of the order of 1, so that its range is no concern.
+    For erase up to 1 and keys however parallel its error (1e-3) is that of rounding the result to bfloat16; for erase 2
+    and cosine 0.99 it is 1e-2, where the bfloat16 of everything else costs the outputs 2e-2 already.
+    walk, summary: microseconds that a chunk takes a program with one and with two compute warpgroups, each with 64
+    columns of V; combine: those of the product that takes the state over a part. By these the layout is chosen.
+    multiprocessors: of the GPU, each of which holds one program at a time.
     """
 
-    groups: int = 2
     stages: int = 3
+    early: bool = False
     precision: str = "float16"
-    programs: int = 132  # multiprocessors of an H100 or H200, each of which holds one program
-    least: int = 16
+    walk: tuple[float, float] = (2.4, 3.3)
+    summary: tuple[float, float] = (1.7, 2.2)
+    combine: float = 6.0
+    multiprocessors: int = 132
 
 
 # By device kind, K, V and dtype. Where a row lacks, SAFE serves: right on every Hopper GPU, tuned on none.
 TABLE: dict[tuple[str, int, int, str], Config] = {
-    ("NVIDIA H200", 64, 64, "bfloat16"): Config(groups=1),
+    ("NVIDIA H200", 64, 64, "bfloat16"): Config(),
     ("NVIDIA H200", 128, 128, "bfloat16"): Config(),
-    ("NVIDIA H200", 256, 256, "bfloat16"): Config(groups=1, stages=2),
 }
-SAFE = Config(groups=1, stages=2)
+SAFE = Config(stages=2)
 
 
 def config_for(device_kind: str, key_dim: int, value_dim: int, dtype) -> Config:
@@ -65,34 +68,53 @@ def unsupported(key_dim: int, value_dim: int, dtype) -> str | None:
     return None
 
 
-def parts_of(config: Config, rows: int, chunks: int) -> int:
-    """Into how many equal parts the time is cut, with `rows` programs per part: as many as are wanted, while each keeps
-    `least` chunks and the number divides that of the chunks."""
-    wanted = min(config.programs // max(rows, 1), chunks // config.least)
-    return max((parts for parts in range(1, wanted + 1) if chunks % parts == 0), default=1)
+def layout_of(config: Config, sizes: mosaic.Sizes) -> tuple[int, int]:
+    """(compute warpgroups of a program, parts of the time) by which the walks are expected to end first.
+
+    Two warpgroups share the loads and the scores of a row; one each makes twice the programs. Parts are walked at once,
+    after a pass that summarises them; their number divides that of the chunks."""
+    rows, value_dim, key_dim = sizes.batch * sizes.heads, sizes.value_dim, sizes.key_dim
+
+    def waves(programs: int) -> int:
+        return -(-programs // config.multiprocessors)
+
+    def microseconds(groups: int, parts: int) -> float:
+        walk = config.walk[groups - 1] * waves(rows * parts * value_dim // (64 * groups))
+        if parts == 1:
+            return sizes.chunks * walk
+        together = summary_groups(groups, sizes)
+        programs = rows * (parts - 1) * (value_dim + key_dim) // (64 * together)
+        summary = config.summary[together - 1] * waves(programs)
+        return sizes.chunks // parts * (walk + summary) + parts * config.combine
+
+    groups = [groups for groups in (1, 2) if value_dim % (64 * groups) == 0]
+    parts = [parts for parts in range(1, 65) if sizes.chunks % parts == 0]
+    return min(((g, p) for p in parts for g in groups), key=lambda layout: microseconds(*layout))
+
+
+def summary_groups(groups: int, sizes: mosaic.Sizes) -> int:
+    """Compute warpgroups of a program that summarises: its tiles are of V and of K."""
+    return math.gcd(groups, sizes.key_dim // 64)
 
 
 def plan_for(config: Config, sizes: mosaic.Sizes, *, documents: bool, save: bool, interpret: bool) -> mosaic.Plan:
-    """The layout of a walk of these sizes: the config's, as far as V, shared memory and the number of rows allow."""
-    groups = config.groups
-    while sizes.value_dim % (64 * groups):
-        groups -= 1
-    parts = parts_of(config, sizes.batch * sizes.heads * sizes.value_dim // (64 * groups), sizes.chunks)
-    for stages in range(config.stages, 1, -1):
-        plan = mosaic.Plan(sizes, groups, stages, parts, documents, save, interpret)
+    """The layout of a walk of these sizes, with as many stages of the config as shared memory has room for."""
+    groups, parts = layout_of(config, sizes)
+    for stages in range(config.stages, 0, -1):
+        plan = mosaic.Plan(sizes, groups, stages, parts, config.early, documents, save, interpret)
         if plan.shared_memory <= SHARED_MEMORY:
-            return plan
-    return dataclasses.replace(plan, stages=1)
+            break
+    return plan
 
 
 def forward(
     q, k, u, erase, log_decay, documents, initial_state, *, config: Config, save: bool, interpret=None
 ) -> tuple:
-    """(o [B, T, H, V], final state [B, H, V, K] float32, saved or None); T a multiple of 64 and at least 64.
+    """(o [B, T, H, V], final state [B, H, K, V] float32, saved or None); T a multiple of 64 and at least 64.
 
     q, k [B, T, G, K] and u [B, T, H, V] of one 16-bit dtype; erase, log_decay [B, H, T] float32; documents [B, T]
     float32, how many documents began inside the chunk up to and including the token, or None; initial_state
-    [B, H, V, K] float32. saved is what the backward needs: (I + A)^-1 [B, H, T, 64] and, per chunk, the gate vectors
+    [B, H, K, V] float32. saved is what the backward needs: (I + A)^-1 [B, H, T, 64] and, per chunk, the gate vectors
     [B, H, N, 5, 64] float32 and the state at the start [B, H, N, V, K], 16-bit. interpret: Mosaic's parameters."""
     sizes = mosaic.Sizes.of(k, u)
     plan = plan_for(config, sizes, documents=documents is not None, save=save, interpret=interpret is not None)
@@ -102,18 +124,18 @@ def forward(
     )
     starts = initial_state[:, :, None]
     if plan.parts > 1:
-        whole = dataclasses.replace(plan, groups=math.gcd(plan.groups, sizes.key_dim // 64))  # tiles of K, too
+        whole = dataclasses.replace(plan, groups=summary_groups(plan.groups, sizes))
         starts = part_starts(mosaic.summarise(k, u, inverse, gates, plan=whole, interpret=interpret), starts)
     o, last, states = mosaic.walk(q, k, u, inverse, gates, starts, plan=plan, interpret=interpret)
     return o, last[:, :, -1], (inverse, gates, states) if save else None
 
 
 def part_starts(summary: jax.Array, initial: jax.Array) -> jax.Array:
-    """States before each part [B, H, parts, V, K] from the summaries [B, H, parts - 1, V + K, K] of all but the last
-    (Z^T, then M^T) and the state before the first [B, H, 1, V, K]."""
-    value_dim = initial.shape[-2]
+    """States before each part [B, H, parts, K, V] from the summaries [B, H, parts - 1, K, V + K] of all but the last
+    (Z and M side by side) and the state before the first [B, H, 1, K, V]."""
+    value_dim = initial.shape[-1]
     starts = [initial[:, :, 0]]
     for part in range(summary.shape[2]):
-        added, kept = summary[:, :, part, :value_dim], summary[:, :, part, value_dim:]
-        starts.append(jnp.einsum("bhvi,bhik->bhvk", starts[-1], kept, precision=lax.Precision.HIGHEST) + added)
+        added, kept = summary[:, :, part, :, :value_dim], summary[:, :, part, :, value_dim:]
+        starts.append(jnp.einsum("bhij,bhjv->bhiv", kept, starts[-1], precision=lax.Precision.HIGHEST) + added)
     return jnp.stack(starts, axis=2)

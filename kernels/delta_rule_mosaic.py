@@ -152,8 +152,8 @@ def unit_lower_inverse(negative, triangle, inverses, buffer) -> jax.Array:
     the dtype of the products; there are two of the latter because other warps may still read the last one."""
     dtype = triangle.dtype
     triangle[...] = negative.astype(dtype)
-    join = index(CHUNK, CHUNK, 0) ^ index(CHUNK, CHUNK, 1)  # its highest bit names the level at which an entry joins
-    inverse = jnp.where(join == 0, 1.0, jnp.where(join == 1, negative, 0.0)).astype(jnp.float32)
+    row, column = index(CHUNK, CHUNK, 0), index(CHUNK, CHUNK, 1)
+    inverse = jnp.where(row == column, 1.0, jnp.where((row ^ column) == 1, negative, 0.0)).astype(jnp.float32)
 
     def times(right, acc_left):
         def multiply(acc):
@@ -168,7 +168,9 @@ def unit_lower_inverse(negative, triangle, inverses, buffer) -> jax.Array:
         right[...] = narrow
         plgpu.commit_smem()
         joined = times(triangle, left_operand(narrow, buffer))
-        joined = left_operand(jnp.where((join >> level) == 1, joined, 0.0).astype(dtype), buffer)
+        # row ^ column would serve every level, and stay in 32 registers until the last.
+        joins = ((row >> level) ^ (column >> level)) == 1
+        joined = left_operand(jnp.where(joins, joined, 0.0).astype(dtype), buffer)
         if buffer is not None:
             inverse = inverse + times(right, joined)
             continue
@@ -258,13 +260,15 @@ def invert(k, erase, log_decay, documents, heads: int, *, precision, interpret=N
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """How a walk is laid out: compute warpgroups that share q, k and the inverse (each has 64 columns of V), chunks
-    whose loads are in flight, parts of the time that are walked at once; whether there are documents, whether the state
-    at each chunk's start is kept, and whether the interpreter runs it."""
+    whose loads are in flight, parts of the time that are walked at once; whether what the last chunk left is decayed
+    early, while the new vectors are multiplied; whether there are documents, whether the state at each chunk's start is
+    kept, and whether the interpreter runs it."""
 
     sizes: Sizes
     groups: int
     stages: int
     parts: int
+    early: bool
     documents: bool
     save: bool
     interpret: bool
@@ -379,6 +383,11 @@ def send(x, memory, target, transpose: bool = False) -> None:
     plgpu.copy_smem_to_gmem(memory, target)
 
 
+def store_state(state, target) -> None:
+    """S^T [64, K] in registers -> S [K, 64] in global memory, whose lines of 32 bytes are written whole."""
+    target.T[...] = plgpu.layout_cast(state, TRANSPOSED)
+
+
 def walk_chunk(plan: Plan, memory: WalkMemory, x: Loads, state, chunk, group, o_gmem, state_gmem) -> jax.Array:
     """One chunk of one compute warpgroup: S^T [64, K] at its start -> at its end; o and S^T at its start go out.
 
@@ -403,11 +412,12 @@ def walk_chunk(plan: Plan, memory: WalkMemory, x: Loads, state, chunk, group, o_
         scores[group] = decayed_scores(plan, acc_scores, x, group, wait=2).astype(dtype)
         plgpu.commit_smem()
         plgpu.barrier_arrive(memory.scores_there)
-        new = accumulated(acc_new, wait_n=0)
+        new = None if plan.early else accumulated(acc_new, wait_n=0)
         read, kept = accumulated(acc_read, wait_n=1) * gate(INTO), state * x.gates[INTO, CHUNK - 1]
         if not fresh:
             acc_o[...] = read
             acc_state[...] = kept
+        new = accumulated(acc_new, wait_n=0) if plan.early else new
         narrow = left_operand(new.astype(dtype), memory.value_buffer)
         plgpu.barrier_wait(memory.scores_there)
         for part in range(plan.groups):
@@ -441,8 +451,8 @@ def walk_program(plan: Plan, dtype, *refs) -> None:
         return walk_chunk(plan, memory, Loads(*loads), state, indices[0], group, o_gmem, state_gmem)
 
     def compute(pipeline):
-        state = plgpu.load(initial.at[row, head, place.part, columns], layout=WGMMA, optimized=False)
-        final[row, head, place.part, columns] = pipeline(state)
+        state = plgpu.load(initial.at[row, head, place.part, :, columns].T, layout=TRANSPOSED, optimized=False)
+        store_state(pipeline(plgpu.layout_cast(state, WGMMA)), final.at[row, head, place.part, :, columns])
         plgpu.wait_smem_to_gmem(0)
 
     def rows(columns, column=0):
@@ -466,9 +476,9 @@ def walk_program(plan: Plan, dtype, *refs) -> None:
 
 
 def walk(q, k, u, inverse, gates, initial_state, *, plan: Plan, interpret=None) -> tuple:
-    """(o [B, T, H, V], last states [B, H, parts, V, K] float32, states at the chunks' starts [B, H, N, V, K] or None).
+    """(o [B, T, H, V], last states [B, H, parts, K, V] float32, states at the chunks' starts [B, H, N, V, K] or None).
 
-    q, k [B, T, G, K]; u [B, T, H, V]; inverse and gates of `invert`; initial_state [B, H, parts, V, K] float32, the
+    q, k [B, T, G, K]; u [B, T, H, V]; inverse and gates of `invert`; initial_state [B, H, parts, K, V] float32, the
     state before each part of the time, as the last states are those after each."""
     sizes, dtype = plan.sizes, k.dtype
     states = (sizes.batch, sizes.heads, sizes.chunks, sizes.value_dim, sizes.key_dim)
@@ -541,7 +551,7 @@ def summarise_program(plan: Plan, dtype, *refs) -> None:
         shape = (64, sizes.key_dim)
         identity = index(*shape, 1) == index(*shape, 0) + (column - sizes.value_dim)
         state = pipeline(jnp.where(identity, 1.0, 0.0).astype(jnp.float32))
-        out[row, head, part, pl.ds(column, 64)] = state
+        store_state(state, out.at[row, head, part, :, pl.ds(column, 64)])
         plgpu.wait_smem_to_gmem(0)
 
     def rows(columns, column=0):
@@ -565,12 +575,12 @@ def summarise_program(plan: Plan, dtype, *refs) -> None:
 
 
 def summarise(k, u, inverse, gates, *, plan: Plan, interpret=None) -> jax.Array:
-    """Of every part of the time but the last, as an affine map S -> M S + Z of its state: Z^T, then M^T,
-    [B, H, parts - 1, V + K, K] float32. Z begins with nothing; M's columns begin as the identity, and nothing is
-    written to them. Arguments as in `walk`."""
+    """Of every part of the time but the last, as an affine map S -> M S + Z of its state: Z and M side by side,
+    [B, H, parts - 1, K, V + K] float32. Z begins with nothing; M begins as the identity, and nothing is written to it.
+    Arguments as in `walk`."""
     sizes, dtype = plan.sizes, k.dtype
     columns = sizes.value_dim + sizes.key_dim
-    shape = (sizes.batch, sizes.heads, plan.parts - 1, columns, sizes.key_dim)
+    shape = (sizes.batch, sizes.heads, plan.parts - 1, sizes.key_dim, columns)
     buffers = [shared(plan.groups, 64, sizes.key_dim, dtype=dtype), shared(plan.groups, 64, CHUNK, dtype=dtype)]
 
     def delta_rule_summarise(*refs):

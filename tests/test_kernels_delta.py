@@ -7,6 +7,7 @@ import os
 
 os.environ.setdefault("NPROC", "8")  # a waiting warpgroup blocks a thread of XLA's pool: more of them than warpgroups
 
+import dataclasses  # noqa: E402
 import functools  # noqa: E402
 import importlib  # noqa: E402
 import itertools  # noqa: E402
@@ -37,7 +38,7 @@ SMALL = dict(batch=1, time=100, key_heads=1, heads=2, key_dim=64, value_dim=64)
 
 
 def by_kernel(arguments, ids):
-    return pallas.delta_rule(recurrence(*arguments, ids), 64, RACES)
+    return pallas.delta_rule(recurrence(*arguments, ids), 64, interpret=RACES)
 
 
 def by_chunked(arguments, ids):
@@ -108,11 +109,9 @@ def test_float16_and_three_value_tiles():
 
 def test_time_in_parts(monkeypatch):
     """Three chunks walked at once as if after one another; a document begins inside the last but one."""
-    config = kernel.Config(groups=1, least=1)
-    monkeypatch.setattr(kernel, "SAFE", config)
+    monkeypatch.setattr(kernel, "SAFE", kernel.Config(combine=0.0))
     shape, ids = dict(SMALL, time=192, heads=1), documents_at(100, time=192)
-    plan = kernel.plan_for(config, mosaic.Sizes(1, 192, 1, 1, 64, 64), documents=True, save=False, interpret=True)
-    assert plan.parts == 3
+    assert kernel.layout_of(kernel.SAFE, mosaic.Sizes(1, 192, 1, 1, 64, 64)) == (1, 3)
     arguments, cotangents = recurrence_case("cosine 0.9", jnp.bfloat16, **shape)
     truth, _ = recurrence_and_gradients(arguments, ids, cotangents)
     ids = jnp.asarray(ids)
@@ -217,16 +216,16 @@ def test_every_row_of_the_table_lowers(key_dim, value_dim, dtype, kind):
     q, k, u, _, _ = sized(key_dim, value_dim, dtype)
     s = jax.ShapeDtypeStruct
     gates, documents = s((1, 16, 2048), jnp.float32), s((1, 2048), jnp.float32)
-    state = s((1, 16, value_dim, key_dim), jnp.float32)
-    for save, packed, least in ((False, False, 64), (True, True, 64), (False, True, 8)):
+    state = s((1, 16, key_dim, value_dim), jnp.float32)
+    for save, packed, combine in ((False, False, 1e6), (True, True, 1e6), (False, True, 0.0)):
 
-        def run(q, k, u, erase, decay, documents, state, save=save, packed=packed, least=least):
-            changed = kernel.dataclasses.replace(config, least=least)
+        def run(q, k, u, erase, decay, documents, state, save=save, packed=packed, combine=combine):
+            changed = dataclasses.replace(config, combine=combine)
             documents = documents if packed else None
             return kernel.forward(q, k, u, erase, decay, documents, state, config=changed, save=save)
 
         lowered = lower_cuda(run, q, k, u, gates, gates, documents, state, device_kind=kind)
-        assert mosaic_calls(lowered) == (3 if least == 8 else 2)
+        assert mosaic_calls(lowered) == (3 if combine == 0.0 else 2)
 
 
 def test_the_operator_lowers_for_cuda_with_gradients_remat_and_vmap():
@@ -258,21 +257,31 @@ def test_shards_each_run_their_kernel():
     assert mosaic_calls(lowered) == 2
 
 
-def test_parts_fill_the_gpu_and_divide_the_chunks():
+def test_the_layout_follows_the_number_of_rows():
+    """(compute warpgroups, parts) for the shapes that the table of the kernels' times has."""
     config = kernel.Config()
-    assert kernel.parts_of(config, rows=256, chunks=32) == 1
-    assert kernel.parts_of(config, rows=16, chunks=512) == 8
-    assert kernel.parts_of(config, rows=16, chunks=30) == 1  # a part would be too short
-    assert kernel.parts_of(config, rows=1, chunks=3 * 64) == 12
-    for rows, chunks in itertools.product((1, 5, 16, 131, 132, 10**6), (1, 2, 7, 96, 2048)):
-        parts = kernel.parts_of(config, rows, chunks)
-        assert chunks % parts == 0 and (parts == 1 or (parts * rows <= 132 and chunks // parts >= config.least))
+    shapes = {(16, 2048): (2, 1), (4, 8192): (1, 1), (1, 32768): (2, 8), (1, 131072): (2, 8), (1, 2048): (2, 4)}
+    for (batch, time), layout in shapes.items():
+        assert kernel.layout_of(config, mosaic.Sizes(batch, time, 16, 16, 128, 128)) == layout, (batch, time)
+    for batch, chunks, value_dim in itertools.product((1, 5, 4000), (1, 7, 96), (64, 128, 192)):
+        sizes = mosaic.Sizes(batch, 64 * chunks, 1, 1, 64, value_dim)
+        groups, parts = kernel.layout_of(config, sizes)
+        assert chunks % parts == 0 and value_dim % (64 * groups) == 0
+
+
+def test_stages_are_those_that_shared_memory_holds():
+    sizes = mosaic.Sizes(16, 2048, 16, 16, 128, 128)
+    plans = [
+        kernel.plan_for(kernel.Config(), sizes, documents=True, save=save, interpret=False) for save in (False, True)
+    ]
+    assert [plan.stages for plan in plans] == [3, 2]
+    assert all(plan.shared_memory <= kernel.SHARED_MEMORY for plan in plans)
 
 
 def test_every_program_has_its_own_place():
     """Interpret mode does not catch an index out of range: every program's row, head, part and columns, counted."""
     sizes = mosaic.Sizes(3, 64 * 6, 2, 4, 64, 256)
-    plan = mosaic.Plan(sizes, 2, 3, 3, False, False, False)
+    plan = mosaic.Plan(sizes, 2, 3, 3, False, False, False, False)
     seen = set()
     for program, group in itertools.product(range(3 * 4 * 3 * 2), range(2)):
         place = mosaic.Place.of(plan, jnp.int32(program), jnp.int32(group))

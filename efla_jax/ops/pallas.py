@@ -1,8 +1,8 @@
 """The delta rule through GPU kernels: which input they serve, their layout, and their gradients.
 
 The kernels are in `efla_jax/kernels` and imported inside functions only. They want the time a multiple of 64, gates as
-[B, H, T], states transposed [B, H, V, K] and documents numbered inside each chunk. Time is filled up with inert tokens
-(zero k, q, u, erase and log decay). Autodiff of this layout is exact: only the kernels need a gradient of their own.
+[B, H, T] and documents numbered inside each chunk. Time is filled up with inert tokens (zero k, q, u, erase and log
+decay). Autodiff of this layout is exact: only the kernels need a gradient of their own.
 """
 
 import functools
@@ -66,34 +66,33 @@ def require_one_dtype(op: str, x: Recurrence) -> None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
-def solve(q, k, u, erase, log_decay, documents, initial_state, kind: str, interpret):
-    """(o, final state) in the kernels' layout (see `kernels/delta_rule.py`). kind: of the device, for the configs;
-    interpret: parameters of Mosaic's interpreter, or None for a device."""
-    return run_forward((q, k, u, erase, log_decay, documents, initial_state), kind, interpret, save=False)[:2]
-
-
-def run_forward(arguments: tuple, kind: str, interpret, save: bool) -> tuple:
+def solve(q, k, u, erase, log_decay, documents, initial_state, config, interpret):
+    """(o, final state) in the kernels' layout (see `kernels/delta_rule.py`). interpret: parameters of Mosaic's
+    interpreter, or None for a device."""
     from efla_jax.kernels import delta_rule as kernel
 
-    k, u = arguments[1:3]
-    config = kernel.config_for(kind, k.shape[-1], u.shape[-1], k.dtype)
-    return kernel.forward(*arguments, config=config, save=save, interpret=interpret)
-
-
-def _forward(q, k, u, erase, log_decay, documents, initial_state, kind, interpret):
     arguments = q, k, u, erase, log_decay, documents, initial_state
-    o, final, saved = run_forward(arguments, kind, interpret, save=True)
+    return kernel.forward(*arguments, config=config, save=False, interpret=interpret)[:2]
+
+
+def _forward(q, k, u, erase, log_decay, documents, initial_state, config, interpret):
+    from efla_jax.kernels import delta_rule as kernel
+
+    arguments = q, k, u, erase, log_decay, documents, initial_state
+    o, final, saved = kernel.forward(*arguments, config=config, save=True, interpret=interpret)
     return (o, final), (arguments[:6], saved)
 
 
-def _backward(kind, interpret, residuals, cotangents):
+def _backward(config, interpret, residuals, cotangents):
     from efla_jax.kernels import delta_rule_gradients as kernel
 
     arguments, saved = residuals
+    d_o, d_final = cotangents
+    gradients = kernel.backward(*arguments, saved, d_o, d_final.swapaxes(2, 3), interpret=interpret)
+    d_q, d_k, d_u, d_erase, d_decay, d_initial = gradients
     q, documents = arguments[0], arguments[5]
-    d_q, d_k, d_u, d_erase, d_decay, d_initial = kernel.backward(*arguments, saved, *cotangents, interpret=interpret)
     d_documents = None if documents is None else jnp.zeros_like(documents)
-    return of_key_heads(d_q, q), of_key_heads(d_k, q), d_u, d_erase, d_decay, d_documents, d_initial
+    return of_key_heads(d_q, q), of_key_heads(d_k, q), d_u, d_erase, d_decay, d_documents, d_initial.swapaxes(2, 3)
 
 
 def of_key_heads(gradient: jax.Array, like: jax.Array) -> jax.Array:
@@ -109,41 +108,49 @@ solve.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def laid_out(x: Recurrence, kind: str, interpret) -> tuple[jax.Array, jax.Array]:
+def laid_out(x: Recurrence, config, interpret) -> tuple[jax.Array, jax.Array]:
     """`solve` from and to the library's layout. Channels of the values do not mix: where they are many, tiles of them
     become heads that share their gates."""
     assert x.erase is not None
     batch, time, heads, value_dim = x.u.shape
-    tile = 128 if value_dim % 128 == 0 else 64
+    tile = value_tile(value_dim)
     tiles = value_dim // tile
-    u = whole_chunks(x.u.reshape(batch, time, heads * tiles, tile))
+
+    def state_of(x, *shape):  # [B, H, K, V] -> [B, H tiles, K, tile] and back
+        return x if tiles == 1 else jnp.moveaxis(x.reshape(batch, heads, *shape), 3, 2)
+
     # What forgets all anyway is bounded, so that the running sums keep their digits.
     gates = x.erase, jnp.maximum(x.log_decay, FORGET)
-    erase, log_decay = (gates_by_head(jnp.repeat(gate, tiles, axis=2)) for gate in gates)
-    initial = x.initial_state.swapaxes(2, 3)
+    erase, log_decay = (gates_by_head(jnp.repeat(gate, tiles, axis=2) if tiles > 1 else gate) for gate in gates)
     o, final = solve(
         whole_chunks(x.q),
         whole_chunks(x.k),
-        u,
+        whole_chunks(x.u.reshape(batch, time, heads * tiles, tile)),
         erase,
         log_decay,
         chunk_documents(x.starts),
-        initial.reshape(batch, heads * tiles, tile, -1),
-        kind,
+        state_of(x.initial_state, -1, tiles, tile).reshape(batch, heads * tiles, -1, tile),
+        config,
         interpret,
     )
-    return o[:, :time].reshape(x.u.shape), final.reshape(initial.shape).swapaxes(2, 3)
+    return o[:, :time].reshape(x.u.shape), state_of(final, tiles, -1, tile).reshape(x.initial_state.shape)
 
 
-def delta_rule(x: Recurrence, _chunk_size: int, interpret=None) -> tuple[jax.Array, jax.Array]:
+def value_tile(value_dim: int) -> int:
+    """Channels of the values that the kernels take as one head."""
+    return 128 if value_dim % 128 == 0 else 64
+
+
+def delta_rule(x: Recurrence, _chunk_size: int, config=None, interpret=None) -> tuple[jax.Array, jax.Array]:
     """Outputs [B, T, H, V] in the dtype of u and the final state [B, H, K, V] float32. NotImplementedError, with the
-    reason, for what the kernels do not serve."""
+    reason, for what the kernels do not serve. config: a `kernels.delta_rule.Config` instead of the table's."""
     kind = require_hopper("delta_rule") if interpret is None else "interpreter"
     if x.u.size == 0:  # no token, no row or no channel to write
         return x.u, x.initial_state
-    from efla_jax.kernels.delta_rule import unsupported
+    from efla_jax.kernels import delta_rule as kernel
 
     require_one_dtype("delta_rule", x)
-    if reason := unsupported(x.k.shape[-1], x.u.shape[-1], x.k.dtype):
+    key_dim, value_dim, dtype = x.k.shape[-1], x.u.shape[-1], x.k.dtype
+    if reason := kernel.unsupported(key_dim, value_dim, dtype):
         raise NotImplementedError(f"delta_rule: no GPU kernel for {reason}")
-    return laid_out(x, kind, interpret)
+    return laid_out(x, config or kernel.config_for(kind, key_dim, value_tile(value_dim), dtype), interpret)
