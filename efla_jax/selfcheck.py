@@ -28,7 +28,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from efla_jax import ops
-from efla_jax.ops import pallas, pallas_step
+from efla_jax.ops import pallas, pallas_linear, pallas_step
 from efla_jax.ops.arguments import Recurrence, recurrence
 
 BAR = 1.2  # times the error of "chunked"
@@ -145,10 +145,8 @@ def kernel(op: str, x: Recurrence, interpret: Any) -> tuple:
     if x.k.shape[1] == 1:
         return pallas_step.one_token(x, interpret)
     if op == "delta_rule":
-        return pallas.delta_rule(x, pallas.CHUNK, interpret)
-    from efla_jax.ops import pallas_linear
-
-    return pallas_linear.linear_attention(x, pallas.CHUNK, interpret)
+        return pallas.delta_rule(x, pallas.CHUNK, interpret=interpret)
+    return pallas_linear.linear_attention(x, pallas.CHUNK, interpret=interpret)
 
 
 @functools.cache
