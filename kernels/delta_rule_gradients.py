@@ -1,24 +1,21 @@
-"""The delta rule's backward on a Hopper GPU: two Pallas programs in Mosaic GPU, chunks of C = 64 tokens.
+"""The delta rule's backward on a Hopper GPU: `backward`, and its parallel part as a Pallas program in Mosaic GPU, which
+takes a chunk of C = 64 tokens of a row.
 
-    dW = (R . Q K^T)^T dO + out . K D      dP = (I + A)^-T dW = dU      D' = in_C D + Q^T (in . dO) - K^T (e in . dP)
-    b = R . dO W^T        a = -strict(R . dP W^T)        X = e a
+    b = R . dO W^T        a = -strict(R . dP W^T)        X = e a        M = b . Q K^T + X . K K^T
     dQ = in . dO S^T + b K                dK = out . W D^T - e in . dP S^T + b^T Q + (X + X^T) K
+    de = rowsum(a . K K^T) - rowsum(K . (in . dP S^T))
 
-with the letters of `ops/chunked.py`: S the state at the chunk's start, D the cotangent of the state at its end, D' that
-at its start, W = (I + A)^-1 (U - e in . K S) the vectors really written. What the forward saved is (I + A)^-1, the gate
-vectors (e in, -, in, out, G) and S; W and the scores are made again.
+with the letters of `ops/chunked.py`: S the state at the chunk's start; D the cotangent of the state at its end, and
+dP = dU, both from `delta_rule_reverse.py`; W = (I + A)^-1 (U - e in . K S) the vectors really written, made again from
+what the forward saved: the inverse, the gate vectors and S.
 
-reverse     a row and 64 columns of V per compute warpgroup, chunks from the last to the first; one more warpgroup only
-            issues loads. The cotangent is kept transposed, D^T [64, K] float32, in registers: D^T, dO^T, dW^T and dP^T
-            are then always the left operand of a wgmma. Writes dU and the D of every chunk.
-gradients   a chunk of a row per program, two warpgroups: everything else. Each makes W^T for its half of V, then one of
-            b and a, then its half of K of dQ and dK. Every product is of 64 x 64 tiles in shared memory.
+Two warpgroups: each makes W^T for its half of V, then one of b and X, then its half of K of dQ and dK. Every product is
+of 64 x 64 tiles in shared memory, so that the interpreter runs the program of the device.
 
-The cotangent of the log decay is made of row and column sums that nearly cancel when keys are nearly parallel, so they
-are taken of float32 products before anything is rounded.
+The cotangent of the log decay is made of row and column sums of M, which nearly cancel when keys are nearly parallel:
+they are taken of float32 products before anything is rounded. Only <S, D> is of rounded factors.
 """
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -27,297 +24,31 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-CHUNK = 64
-TILE = 64  # columns of K or V of one tile in shared memory: 128 bytes, the widest swizzle
-GATES = 5  # rows of the saved gate vectors
-ERASE, INTO, OUT, SUM = 0, 2, 3, 4  # e in; in; out; G (row 1 is the forward's own)
-MASKED = -1e30  # instead of a difference of log decays that must not be seen: its exponential is 0
-WGMMA, TRANSPOSED = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_TRANSPOSED
-PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True)
-SHARED_LIMIT = 227 * 1024  # bytes of shared memory of a program on Hopper
-accumulated = plgpu.wgmma_accumulator_load  # (acc, wait_n=n): its value once at most n later products are in flight
+from efla_jax.kernels.delta_rule_reverse import (
+    CHUNK,
+    ERASE,
+    GATES,
+    INTO,
+    MASKED,
+    OUT,
+    PARAMETERS,
+    SUM,
+    TILE,
+    WGMMA,
+    ReverseConfig,
+    Sizes,
+    accumulated,
+    along_rows,
+    by_column,
+    by_row,
+    index,
+    per_row,
+    reverse,
+    shared,
+    transposed,
+)
 
-
-@dataclasses.dataclass(frozen=True)
-class GradientConfig:
-    """How the reverse walk is laid out: chunks whose loads are in flight, and compute warpgroups (64 columns of V each)
-    that share them."""
-
-    stages: int = 2
-    groups: int = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Sizes of a call: B, T, G, H, K, V; value head h reads key head h // (H // G)."""
-
-    batch: int
-    time: int
-    key_heads: int
-    heads: int
-    key_dim: int
-    value_dim: int
-    documents: bool
-
-    @property
-    def chunks(self) -> int:
-        return self.time // CHUNK
-
-    @property
-    def key_tiles(self) -> int:
-        return self.key_dim // TILE
-
-    @property
-    def value_tiles(self) -> int:
-        return self.value_dim // TILE
-
-    def key_head(self, head):
-        return lax.div(head, self.heads // self.key_heads)
-
-
-def tiled(columns: int, dtype) -> tuple:
-    """Transforms of a shared-memory array whose last axis has this many columns: what TMA and wgmma agree on."""
-    size = jnp.dtype(dtype).itemsize
-    swizzle = plgpu.find_swizzle(columns * size * 8)
-    return plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
-
-
-def shared(*shape: int, dtype) -> Any:
-    return plgpu.SMEM(shape, dtype, transforms=tiled(min(shape[-1], TILE), dtype))
-
-
-def per_column(vector) -> jax.Array:
-    return plgpu.load(vector, layout=WGMMA.reduce(0), optimized=False)
-
-
-def per_row(vector) -> jax.Array:
-    return plgpu.load(vector, layout=WGMMA.reduce(1), optimized=False)
-
-
-def by_column(vector, rows: int = CHUNK) -> jax.Array:
-    """A vector [n] in shared memory as [rows, n], the same in every row."""
-    x = per_column(vector)
-    return lax.broadcast_in_dim(x, (rows, x.shape[0]), (1,))
-
-
-def by_row(vector, columns: int = CHUNK) -> jax.Array:
-    """A vector [n] in shared memory as [n, columns], the same in every column."""
-    return along_rows(per_row(vector), columns)
-
-
-def along_rows(x: jax.Array, columns: int = CHUNK) -> jax.Array:
-    return lax.broadcast_in_dim(x, (x.shape[0], columns), (0,))
-
-
-def index(rows: int, columns: int, axis: int) -> jax.Array:
-    return plgpu.broadcasted_iota(jnp.int32, (rows, columns), axis, layout=WGMMA)
-
-
-def transposed(ref) -> jax.Array:
-    """A 16-bit tile [m, n] in shared memory as [n, m] in the layout of wgmma."""
-    return plgpu.layout_cast(plgpu.load(ref.T, layout=TRANSPOSED, optimized=False), WGMMA)
-
-
-def left_operand(x, buffer):
-    """x as the left operand of a wgmma: itself, or in the interpreter (`buffer` is not None) a copy in shared memory."""
-    if buffer is None:
-        return x
-    buffer[...] = x
-    plgpu.commit_smem()
-    return buffer
-
-
-# ---- reverse ------------------------------------------------------------------------------------------------------
-
-
-class ReverseMemory(NamedTuple):
-    """Shared memory of one program of `reverse` beside the loads; the buffers are the interpreter's."""
-
-    du: Any  # [groups, C, 64]
-    ends: Any  # [groups, 64, K]
-    scores: Any  # [2, groups, C, C // groups]
-    scored: Any  # barrier
-    end_buffer: Any = None  # [groups, 64, K]
-    value_buffers: Any = None  # [4, groups, 64, C]
-
-
-class Loads(NamedTuple):
-    """The shared memory of a chunk's loads."""
-
-    q: Any  # [C, K]
-    k: Any  # [C, K]
-    d_o: Any  # [C, 64 groups]
-    inverse: Any  # [C, C]
-    gates: Any  # [GATES, C]
-    document: Any = None  # [C]
-
-
-def decayed_scores(product, x: Loads, first, columns: int) -> jax.Array:
-    """R . Q K^T [C, columns] from the product, for the keys from `first` on."""
-    shape = CHUNK, columns
-    here = pl.ds(first, columns)
-    seen = index(*shape, 1) + first <= index(*shape, 0)
-    if x.document is not None:
-        seen &= by_column(x.document.at[here]) == by_row(x.document, columns)
-    exponent = by_row(x.gates.at[SUM], columns) - by_column(x.gates.at[SUM, here])
-    return product * jnp.exp(jnp.where(seen, exponent, MASKED))
-
-
-def reverse_chunk(memory: ReverseMemory, x: Loads, end, step, group, groups: int, put_end, put_du) -> jax.Array:
-    """One chunk of one compute warpgroup: D^T [64, K] at its end -> at its start; D and dU go out by put_*.
-
-    Products in flight, oldest first: K D, scores; dW (one per warpgroup), Q^T dO; dP; K^T dP. A wait names how many may
-    stay behind."""
-    dtype, columns = x.k.dtype, CHUNK // groups
-    gate = lambda i: by_column(x.gates.at[i])  # noqa: E731
-    buffers = (None,) * 4 if memory.value_buffers is None else [memory.value_buffers.at[i, group] for i in range(4)]
-
-    def run(acc_end, acc_scores, acc_new, acc_p, acc_state, *fresh):
-        narrow = end.astype(dtype)
-        plgpu.wgmma(acc_end, left_operand(narrow, memory.end_buffer), x.k.T)
-        plgpu.wgmma(acc_scores, x.q, x.k.at[pl.ds(group * columns, columns)].T)
-        put_end(narrow)
-        d_o = transposed(x.d_o.at[:, pl.ds(group * TILE, TILE)])
-        known = accumulated(acc_end, wait_n=1) * gate(OUT)
-        kept = end * x.gates[INTO, CHUNK - 1]
-        scores = memory.scores.at[lax.rem(step, 2)]
-        scores[group] = decayed_scores(accumulated(acc_scores, wait_n=0), x, group * columns, columns).astype(dtype)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(memory.scored)
-        if not fresh:
-            acc_new[...] = known
-            acc_state[...] = kept
-        read = (d_o.astype(jnp.float32) * gate(INTO)).astype(dtype)
-        d_o = left_operand(d_o, buffers[0])
-        plgpu.barrier_wait(memory.scored)
-        for part in range(groups):
-            plgpu.wgmma(acc_new.at[:, pl.ds(part * columns, columns)], d_o, scores.at[part])
-        plgpu.wgmma(acc_state, left_operand(read, buffers[1]), x.q)
-        d_w = accumulated(acc_new, wait_n=1)
-        d_w = d_w + known if fresh else d_w
-        plgpu.wgmma(acc_p, left_operand(d_w.astype(dtype), buffers[2]), x.inverse)
-        d_p = accumulated(acc_p, wait_n=0)
-        plgpu.wgmma(acc_state, left_operand((d_p * -gate(ERASE)).astype(dtype), buffers[3]), x.k)
-        put_du(d_p.astype(dtype))
-        start = accumulated(acc_state, wait_n=0)
-        return start + kept if fresh else start
-
-    shape = TILE, CHUNK
-    sizes = shape, (CHUNK, columns), shape, shape, (TILE, x.k.shape[1])
-    fresh = (sizes[0],) if memory.end_buffer is not None else ()  # the interpreter cannot store into an accumulator
-    return pl.run_scoped(run, *(plgpu.ACC(size, jnp.float32) for size in (*sizes, *fresh)))
-
-
-def reverse(q, k, inverse, gates, documents, d_o, d_final, *, sizes: Sizes, config: GradientConfig, interpret=None):
-    """(du [B, T, H, V], D [B, H, N, V, K] at every chunk's end, d_initial [B, H, V, K] float32); arguments as in
-    `backward`."""
-    dtype = k.dtype
-    groups = min(config.groups, sizes.value_tiles)
-    width, tiles, last = TILE * groups, sizes.value_tiles // groups, sizes.chunks - 1
-    columns = CHUNK // groups
-
-    def body(q_gmem, k_gmem, do_gmem, inverse_gmem, gates_gmem, *refs):
-        document_gmem, (final_gmem, du_gmem, ends_gmem, initial_gmem, *scratch) = (
-            refs[: sizes.documents],
-            refs[sizes.documents :],
-        )
-        program, group = lax.axis_index("program"), lax.axis_index("warpgroup")
-        row, tile = lax.div(program, tiles), lax.rem(program, tiles)
-        b, h = lax.div(row, sizes.heads), lax.rem(row, sizes.heads)
-        g = sizes.key_head(h)
-        place = pl.ds(tile * width + group * TILE, TILE)
-        memory = ReverseMemory(*scratch)
-        if memory.end_buffer is not None:
-            memory = memory._replace(end_buffer=memory.end_buffer.at[group])
-
-        def step(indices, *loads_and_end):
-            *loads, end = loads_and_end
-            chunk = last - indices[0]
-
-            def put_end(x):  # one store may be on its way: the other kind's, issued after this buffer's last
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                memory.ends[group] = x
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(memory.ends.at[group], ends_gmem.at[b, h, chunk, place])
-
-            def put_du(x):
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                memory.du.at[group].T[...] = plgpu.layout_cast(x, TRANSPOSED)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(memory.du.at[group], du_gmem.at[b, pl.ds(chunk * CHUNK, CHUNK), h, place])
-
-            return reverse_chunk(memory, Loads(*loads), end, indices[0], group, groups, put_end, put_du)
-
-        def compute(pipeline):
-            end = plgpu.load(final_gmem.at[b, h, place], layout=WGMMA, optimized=False)
-            initial_gmem[b, h, place] = pipeline(end)
-            plgpu.wait_smem_to_gmem(0)
-
-        def rows(columns: int, column=0):
-            return plgpu.BlockSpec((CHUNK, columns), lambda i: (last - i, column), transforms=tiled(TILE, dtype))
-
-        vector = plgpu.BlockSpec((CHUNK,), lambda i: (last - i,))
-        plgpu.emit_pipeline_warp_specialized(
-            step,
-            grid=(sizes.chunks,),
-            memory_registers=40,
-            max_concurrent_steps=config.stages,
-            wg_axis="warpgroup",
-            num_compute_wgs=groups,
-            compute_context=compute,
-            in_specs=[
-                *(rows(sizes.key_dim),) * 2,
-                rows(width, tile),
-                rows(CHUNK),
-                plgpu.BlockSpec((GATES, CHUNK), lambda i: (last - i, 0)),
-                *(vector,) * sizes.documents,
-            ],
-        )(
-            q_gmem.at[b, :, g],
-            k_gmem.at[b, :, g],
-            do_gmem.at[b, :, h],
-            inverse_gmem.at[b, h],
-            gates_gmem.at[b, h],
-            *(x.at[b] for x in document_gmem),
-        )
-
-    scratch = [
-        shared(groups, CHUNK, TILE, dtype=dtype),
-        shared(groups, TILE, sizes.key_dim, dtype=dtype),
-        shared(2, groups, CHUNK, columns, dtype=dtype),
-        plgpu.Barrier(num_arrivals=groups),
-    ]
-    if interpret is not None:
-        scratch += [shared(groups, TILE, sizes.key_dim, dtype=dtype), shared(4, groups, TILE, CHUNK, dtype=dtype)]
-    return plgpu.kernel(
-        body,
-        out_type=[
-            jax.ShapeDtypeStruct(d_o.shape, dtype),
-            jax.ShapeDtypeStruct(
-                (sizes.batch, sizes.heads, sizes.chunks, sizes.value_dim, sizes.key_dim), dtype
-            ),
-            jax.ShapeDtypeStruct(d_final.shape, jnp.float32),
-        ],
-        scratch_types=scratch,
-        grid=(sizes.batch * sizes.heads * tiles,),
-        grid_names=("program",),
-        num_threads=groups + 1,
-        thread_name="warpgroup",
-        compiler_params=PARAMETERS,
-        interpret=interpret,
-    )(
-        q,
-        k,
-        d_o,
-        inverse,
-        gates.reshape(sizes.batch, sizes.heads, sizes.chunks * GATES, CHUNK),
-        *(() if documents is None else (documents,)),
-        d_final,
-    )
-
-
-# ---- gradients ----------------------------------------------------------------------------------------------------
-
+DIMENSIONS = (64, 128)  # of keys and of values: two tiles, one a warpgroup
 SUMS = 6  # vectors of one warpgroup, in this order; the last is over rows of the state, the others over tokens
 MIXED, COLUMN, READ, SEEN, LEFT, STATE = range(SUMS)
 
@@ -442,7 +173,7 @@ def keys_gradients(memory: Memory, tile, group) -> tuple[jax.Array, jax.Array]:
 
 
 def put_keys_gradients(memory: Memory, tile, d_q, d_k, dq_gmem, dk_gmem) -> None:
-    """Store dQ and dK of 64 columns of K; 16-bit ones pass the memory of the states, which this warpgroup alone reads."""
+    """Store dQ and dK of 64 columns of K; 16-bit ones pass the memory of states that this warpgroup alone reads."""
     if dq_gmem.dtype == jnp.float32:
         dq_gmem[...], dk_gmem[...] = d_q, d_k
         return
@@ -596,7 +327,7 @@ def gradients(x: Inputs, sizes: Sizes, *, interpret=None) -> tuple:
     gates = jax.ShapeDtypeStruct((sizes.batch, sizes.heads, sizes.time), jnp.float32)
     return plgpu.kernel(
         body,
-        out_type=[keys, keys, gates, gates],
+        out_type=(keys, keys, gates, gates),
         scratch_types=gradients_memory(sizes, dtype),
         grid=(sizes.batch * sizes.heads * sizes.chunks,),
         grid_names=("program",),
@@ -608,19 +339,28 @@ def gradients(x: Inputs, sizes: Sizes, *, interpret=None) -> tuple:
 
 
 def backward(
-    q, k, u, erase, log_decay, documents, saved, d_o, d_final, *, config: GradientConfig | None = None, interpret=None
+    q, k, u, erase, log_decay, documents, saved, d_o, d_final, *, config: ReverseConfig | None = None, interpret=None
 ) -> tuple:
     """Cotangents (dq, dk [B, T, H, K], du [B, T, H, V], d_erase, d_log_decay [B, H, T], d_initial [B, H, V, K]).
 
-    q, k [B, T, G, K]; u and the output's cotangent d_o [B, T, H, V], all of one 16-bit dtype; erase, log_decay [B, H, T]
-    float32; documents [B, T] float32 or None: how many documents have begun inside the chunk up to each token;
-    saved: (inverse [B, H, T, 64], gates [B, H, N, 5, 64] float32, states at the chunks' starts [B, H, N, V, K]);
-    d_final [B, H, V, K] float32, of the final state. T is a multiple of 64, K and V are 64 or 128. dq and dk are of each
-    value head, float32 if several read one key head: those of a key head are their sum."""
+    q, k [B, T, G, K]; u and the output's cotangent d_o [B, T, H, V], all of one 16-bit dtype; erase, log_decay
+    [B, H, T] float32; documents [B, T] float32 or None: how many documents have begun inside the chunk up to each
+    token; saved: (inverse [B, H, T, 64], gates [B, H, N, 5, 64] float32, states at the chunks' starts [B, H, N, V, K]);
+    d_final [B, H, V, K] float32, of the final state. T is a multiple of 64, K and V are in DIMENSIONS. dq and dk are of
+    each value head, float32 if several read one key head: those of a key head are their sum.
+
+    Raises NotImplementedError for other sizes."""
     inverse, gates, starts = saved
-    sizes = Sizes(*k.shape[:3], u.shape[2], k.shape[3], u.shape[3], documents is not None)
+    batch, time, key_heads, key_dim = k.shape
+    sizes = Sizes(batch, time, key_heads, u.shape[2], key_dim, u.shape[3], documents is not None)
+    if not {sizes.key_dim, sizes.value_dim} <= set(DIMENSIONS) or sizes.time % CHUNK or k.dtype.itemsize != 2:
+        raise NotImplementedError(
+            f"delta rule backward: K and V must be in {DIMENSIONS}, T a multiple of {CHUNK} and k of 16 bits; got"
+            f" {sizes} and {k.dtype}."
+        )
+    reverse_config = ReverseConfig() if config is None else config
     d_u, ends, d_initial = reverse(
-        q, k, inverse, gates, documents, d_o, d_final, sizes=sizes, config=config or GradientConfig(), interpret=interpret
+        q, k, inverse, gates, documents, d_o, d_final, sizes=sizes, config=reverse_config, interpret=interpret
     )
     inputs = Inputs(q, k, u, d_o, d_u, inverse, starts, ends, gates, erase, documents)
     d_q, d_k, d_erase, d_log_decay = gradients(inputs, sizes, interpret=interpret)
