@@ -131,11 +131,11 @@ def apply(op: str, implementation: str, arguments: Sequence[jax.Array], ids=None
     """(o, state) of the operator; linear attention has no use for the fourth argument, erase. A single token with
     "pallas" goes to its own kernel; interpret: what Mosaic's interpreter needs, instead of a GPU."""
     q, k, u, erase, log_decay, state = arguments
-    erase = erase if op == "delta_rule" else None
     if implementation == "pallas" and (interpret is not None or q.shape[1] == 1):
-        return kernel(op, recurrence(q, k, u, erase, log_decay, state, ids), interpret)
+        x = recurrence(q, k, u, erase if op == "delta_rule" else None, log_decay, state, ids)
+        return kernel(op, x, interpret)
     options = {"initial_state": state, "segment_ids": ids, "implementation": implementation}
-    if erase is None:
+    if op == "linear_attention":
         return ops.linear_attention(q, k, u, log_decay, **options)
     return ops.delta_rule(q, k, u, erase, log_decay, **options)
 

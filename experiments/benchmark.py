@@ -6,6 +6,8 @@ or one decoded token at a time.
     python -m experiments.benchmark --op=log_linear_delta_rule         # beside the flat operator and softmax attention
     python -m experiments.benchmark --op=log_linear_delta_rule --decode --positions=1023,131071
     python -m experiments.benchmark --op=block_sparse_attention --selected=0.25 --lengths=8192,16384,32768
+    python -m experiments.benchmark --implementations=pallas,chunked --launches=10 --dtype=bfloat16 ...   # device time
+    python -m experiments.benchmark --tune --batch=16 --lengths=2048 --dtype=bfloat16 ...         # configs of a kernel
 
 Prints a table and writes benchmark.csv, benchmark.md and benchmark.png into --out. Times are medians of --repeats
 calls, each waited for, with the implementations taking turns; memory is XLA's figure for the temporaries of the
@@ -18,9 +20,16 @@ that keeps all, or the same block-sparse attention with all of them selected, wh
 --decode writes decode.csv and decode.md: bytes of the state and time per token of the --tokens tokens that end at each
 position, inside one compiled loop. The states and caches it begins with are random numbers where that position has
 some, as time does not depend on what they are.
+
+--launches=10 queues ten calls before it waits, which hides the host's part of them. --tune does so for every config of
+the operator's GPU kernel and writes the fastest over all --lengths, by forward + backward, to tune.json: the row for
+the table in `kernels/`, with everything tried beside it, failures too.
 """
 
 import csv
+import dataclasses
+import itertools
+import json
 import math
 import pathlib
 import statistics
@@ -32,7 +41,8 @@ import jax
 import jax.numpy as jnp
 from absl import app, flags
 
-from efla_jax import metrics, ops
+from efla_jax import metrics, ops, selfcheck
+from efla_jax.ops import tuning
 
 LEVELED = {"log_linear_delta_rule": "delta_rule", "log_linear_attention": "linear_attention"}
 ROUTED = {"routed_delta_rule": "delta_rule", "block_sparse_attention": "block_sparse_attention"}
@@ -54,6 +64,8 @@ SELECTED = flags.DEFINE_float("selected", 0.25, "of a routed --op: part of the c
 DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "dtype of q, k and v")
 CHUNK_SIZE = flags.DEFINE_enum("chunk_size", "64", ["16", "32", "64", "128"], "tokens of a chunk")
 REPEATS = flags.DEFINE_integer("repeats", 5, "timed calls; the median counts", lower_bound=1)
+LAUNCHES = flags.DEFINE_integer("launches", 1, "calls queued before one waits for them", lower_bound=1)
+TUNE = flags.DEFINE_bool("tune", False, "time every config of the GPU kernel, write the fastest")
 MEMORY_LIMIT = flags.DEFINE_float("memory_limit_gib", 6.0, "skip programs whose temporaries need more")
 SLOW = flags.DEFINE_float("slow_ms", 8000.0, "skip longer sequences of an implementation once a call took this long")
 DECODE = flags.DEFINE_bool("decode", False, "measure tokens one at a time")
@@ -99,8 +111,10 @@ def make_inputs(name: str, length: int, levels: int) -> dict[str, jax.Array]:
     return inputs
 
 
-def apply(name: str, inputs: dict[str, jax.Array], state: Any = None) -> tuple[jax.Array, Any]:
-    """(outputs, state) of the implementation `name`."""
+def apply(name: str, inputs: dict[str, jax.Array], state: Any = None, config: Any = None) -> tuple[jax.Array, Any]:
+    """(outputs, state) of the implementation `name`; config: of its GPU kernel, instead of the table's."""
+    if config is not None:
+        return tuning.run(OP.value, inputs, config)
     if name == "softmax":
         q = inputs["q"] * inputs["q"].shape[-1] ** -0.5
         return ops.softmax_attention(q, inputs["k"], inputs["u"], initial_state=state)
@@ -112,13 +126,13 @@ def apply(name: str, inputs: dict[str, jax.Array], state: Any = None) -> tuple[j
     return op(**inputs, initial_state=state, implementation=implementation, chunk_size=size)
 
 
-def program(name: str, both: bool) -> Callable:
+def program(name: str, both: bool, config: Any = None) -> Callable:
     """The function measured: outputs and state, or the gradients of every input for a random-like loss on them."""
 
     attends = name == "softmax" or OP.value == "block_sparse_attention"  # the state: what keys and values were given
 
     def forward(inputs):
-        o, state = apply(name, inputs)
+        o, state = apply(name, inputs, config=config)
         return o, None if attends else jax.tree.leaves(state)[0]
 
     def loss(inputs):
@@ -149,8 +163,8 @@ def measure(length: int, names: list[str]) -> list[dict]:
     for _ in range(REPEATS.value):
         for key, (run, inputs, _) in compiled.items():
             begin = time.perf_counter()
-            jax.block_until_ready(run(inputs))
-            times[key].append(time.perf_counter() - begin)
+            jax.block_until_ready([run(inputs) for _ in range(LAUNCHES.value)])
+            times[key].append((time.perf_counter() - begin) / LAUNCHES.value)
     for key, (_, _, row) in compiled.items():
         seconds = statistics.median(times[key])
         row |= dict(ms=1e3 * seconds, tokens_per_s=BATCH.value * length / seconds)
@@ -314,6 +328,31 @@ def by_length(names: list[str]) -> None:
     print(f"\n{table(rows)}\n\nwritten: {out}/benchmark.csv, .md, .png")
 
 
+def tune() -> None:
+    """tune.json: the fastest config of the operator's kernel, and what each took."""
+    sizes = {"op": OP.value, "K": KEY_DIM.value, "V": VALUE_DIM.value, "dtype": DTYPE.value}
+    device, tried = jax.devices()[0].device_kind, []
+    for config in tuning.candidates(OP.value, device, *list(sizes.values())[1:]):
+        row: dict[str, Any] = {"config": dataclasses.asdict(config), "ms": {}}
+        try:
+            for length, both in itertools.product(numbers(LENGTHS, 1), (False, True)):
+                run = jax.jit(program("pallas", both, config))
+                row["ms"][f"T={length} {PASSES[both]}"] = selfcheck.milliseconds(run, make_inputs("pallas", length, 0))
+        except (ValueError, jax.errors.JaxRuntimeError) as error:  # a config that a compiler refuses is a result
+            row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
+        tried.append(row)
+        print(json.dumps(row), flush=True)
+
+    def cost(row):
+        return math.prod(ms for name, ms in row["ms"].items() if name.endswith(PASSES[True]))
+
+    fastest = min((row for row in tried if "error" not in row), key=cost, default={"config": None, "ms": None})
+    (out := pathlib.Path(OUT.value)).mkdir(parents=True, exist_ok=True)
+    sizes |= {"device": device, "jax": jax.__version__, "batch": BATCH.value, "heads": HEADS.value}
+    (out / "tune.json").write_text(json.dumps(sizes | fastest | {"tried": tried}, indent=1) + "\n")
+    print(f"fastest: {fastest['config']}\nwritten: {out}/tune.json")
+
+
 def by_position() -> None:
     """The benchmark of single tokens at --positions."""
     names = [OP.value, *(["flat"] if OP.value in FLAT else []), "softmax"]
@@ -341,6 +380,8 @@ def main(argv: list[str]) -> None:
     for flag in (IMPLEMENTATIONS, LENGTHS) if DECODE.value else (POSITIONS, TOKENS):
         if flag.present:
             raise app.UsageError(f"--{flag.name} goes {'without --decode' if DECODE.value else 'with --decode only'}")
+    if TUNE.value and (DECODE.value or IMPLEMENTATIONS.present):
+        raise app.UsageError("--tune: goes with neither --decode nor --implementations; it measures one kernel")
     if SELECTED.present and OP.value not in ROUTED:
         raise app.UsageError(f"--selected goes with --op={' or '.join(ROUTED)}")
     if DECODE.value and OP.value in ROUTED:
@@ -348,9 +389,9 @@ def main(argv: list[str]) -> None:
     if HEADS.value % (KEY_HEADS.value or HEADS.value):
         raise app.UsageError(f"--key_heads={KEY_HEADS.value} must divide --heads={HEADS.value}")
     try:
-        by_position() if DECODE.value else by_length(names)
+        tune() if TUNE.value else by_position() if DECODE.value else by_length(names)
     except NotImplementedError as reason:
-        raise app.UsageError(f"--implementations: {reason}") from None
+        raise app.UsageError(f"--{'tune' if TUNE.value else 'implementations'}: {reason}") from None
     except ValueError as reason:
         raise app.UsageError(f"--op={OP.value}: {reason}") from None
 
