@@ -3,17 +3,16 @@
 Forward is `invert` (every chunk by itself), then `walk` (a row's chunks in order). Where rows are too few to occupy the
 GPU, the time is cut into parts that are walked at once: a part is an affine map of its state, S -> M S + Z, so a walk
 that reads nothing gives (M, Z) of each part, a few small products the state before each, and the walk proper starts
-there. The programs are in `delta_rule_mosaic.py`.
+there. The programs are in `delta_rule_mosaic.py` and `delta_rule_parts.py`.
 """
 
 import dataclasses
 import math
 
-import jax
 import jax.numpy as jnp
-from jax import lax
 
 from efla_jax.kernels import delta_rule_mosaic as mosaic
+from efla_jax.kernels.delta_rule_parts import part_starts, summarise
 
 KEY_DIMS = (64, 128)
 DTYPES = ("bfloat16", "float16")
@@ -26,6 +25,7 @@ class Config:
 
     stages: chunks whose loads are in flight; fewer where shared memory or the sequence is too small.
     early: decay what the last chunk left while the new vectors are multiplied, rather than after.
+    automatic_barriers: the compiler's meetings around every store to shared memory, which the programs do without.
     precision: 16-bit dtype of the inverse's products. float16 rounds to 11 bits, bfloat16 to 8. The inverse of a step
     that does not lengthen the state (erase |k|^2 <= 2) has entries of the order of 1, so that its range is no concern.
     For erase up to 1 and keys however parallel its error (1e-3) is that of rounding the result to bfloat16; for erase 2
@@ -37,6 +37,7 @@ class Config:
 
     stages: int = 3
     early: bool = False
+    automatic_barriers: bool = True
     precision: str = "float16"
     walk: tuple[float, float] = (2.4, 3.3)
     summary: tuple[float, float] = (1.7, 2.2)
@@ -101,7 +102,9 @@ def plan_for(config: Config, sizes: mosaic.Sizes, *, documents: bool, save: bool
     """The layout of a walk of these sizes, with as many stages of the config as shared memory has room for."""
     groups, parts = layout_of(config, sizes)
     for stages in range(config.stages, 0, -1):
-        plan = mosaic.Plan(sizes, groups, stages, parts, config.early, documents, save, interpret)
+        plan = mosaic.Plan(
+            sizes, groups, stages, parts, config.early, config.automatic_barriers, documents, save, interpret
+        )
         if plan.shared_memory <= SHARED_MEMORY:
             break
     return plan
@@ -118,24 +121,19 @@ def forward(
     [B, H, N, 5, 64] float32 and the state at the start [B, H, N, V, K], 16-bit. interpret: Mosaic's parameters."""
     sizes = mosaic.Sizes.of(k, u)
     plan = plan_for(config, sizes, documents=documents is not None, save=save, interpret=interpret is not None)
-    precision = jnp.dtype(config.precision)
     inverse, gates = mosaic.invert(
-        k, erase, log_decay, documents, sizes.heads, precision=precision, interpret=interpret
+        k,
+        erase,
+        log_decay,
+        documents,
+        sizes.heads,
+        precision=jnp.dtype(config.precision),
+        automatic_barriers=config.automatic_barriers,
+        interpret=interpret,
     )
-    starts = initial_state[:, :, None]
+    starts = initial_state[None]
     if plan.parts > 1:
         whole = dataclasses.replace(plan, groups=summary_groups(plan.groups, sizes))
-        starts = part_starts(mosaic.summarise(k, u, inverse, gates, plan=whole, interpret=interpret), starts)
+        starts = part_starts(*summarise(k, u, inverse, gates, plan=whole, interpret=interpret), initial_state)
     o, last, states = mosaic.walk(q, k, u, inverse, gates, starts, plan=plan, interpret=interpret)
-    return o, last[:, :, -1], (inverse, gates, states) if save else None
-
-
-def part_starts(summary: jax.Array, initial: jax.Array) -> jax.Array:
-    """States before each part [B, H, parts, K, V] from the summaries [B, H, parts - 1, K, V + K] of all but the last
-    (Z and M side by side) and the state before the first [B, H, 1, K, V]."""
-    value_dim = initial.shape[-1]
-    starts = [initial[:, :, 0]]
-    for part in range(summary.shape[2]):
-        added, kept = summary[:, :, part, :, :value_dim], summary[:, :, part, :, value_dim:]
-        starts.append(jnp.einsum("bhij,bhjv->bhiv", kept, starts[-1], precision=lax.Precision.HIGHEST) + added)
-    return jnp.stack(starts, axis=2)
+    return o, last[-1], (inverse, gates, states) if save else None

@@ -12,7 +12,7 @@ walk     a row and 64 columns of V per compute warpgroup, all chunks in order; o
          The state is kept transposed, S^T [64, K] float32, in registers: S^T, X^T = (U - e in . K S)^T and N^T are
          then always the left operand of a wgmma, which may come from registers, so none of them passes shared memory.
          The inverse is applied after the state's part is subtracted, so no product of it with K or U reaches memory.
-summarise    a walk that reads nothing: what a part of the time does to any state.
+The pass that summarises parts of the time is in `delta_rule_parts.py`.
 
 Mosaic's interpreter knows neither a left operand in registers nor a store into an accumulator; those two places ask for
 `interpret`. Documents are numbered inside a chunk (0 goes on with the state that comes in), as float32.
@@ -32,7 +32,6 @@ GATES = 5  # rows of the gate vectors, in this order
 ERASE, DOCUMENT, INTO, OUT, SUM = range(GATES)  # e in; document number; in; out; G
 MASKED = -1e30  # instead of a difference of log decays that must not be seen: its exponential is 0
 WGMMA, TRANSPOSED = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_TRANSPOSED
-PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True)
 accumulated = plgpu.wgmma_accumulator_load  # (acc, wait_n=n): its value once at most n later products are in flight
 
 
@@ -58,6 +57,17 @@ class Sizes:
 
     def key_head(self, head):
         return lax.div(head, self.heads // self.key_heads)
+
+
+def parameters(automatic_barriers: bool) -> plgpu.CompilerParams:
+    """Without automatic barriers a warpgroup does not meet before and after every store to shared memory. It need not:
+    what the programs here store they read only after a commit, which is a meeting, and no region is stored again before
+    a later one (a copy's wait is one, too)."""
+    return plgpu.CompilerParams(
+        lowering_semantics=plgpu.LoweringSemantics.Lane,
+        approx_math=True,
+        unsafe_no_auto_barriers=not automatic_barriers,
+    )
 
 
 def tiled(columns: int, dtype) -> tuple:
@@ -196,7 +206,9 @@ class InvertMemory(NamedTuple):
     buffer: Any  # [C, C], interpreter only
 
 
-def invert(k, erase, log_decay, documents, heads: int, *, precision, interpret=None) -> tuple[jax.Array, jax.Array]:
+def invert(
+    k, erase, log_decay, documents, heads: int, *, precision, automatic_barriers: bool = True, interpret=None
+) -> tuple[jax.Array, jax.Array]:
     """(I + A)^-1 [B, H, T, C] in the dtype of k and the gate vectors [B, H, N, GATES, C] float32 of every chunk.
 
     k [B, T, G, K]; erase, log_decay [B, H, T] float32; documents [B, T] float32 or None; T a multiple of C. precision
@@ -248,7 +260,7 @@ def invert(k, erase, log_decay, documents, heads: int, *, precision, interpret=N
         scratch_types=scratch + ([] if interpret is None else [shared(CHUNK, CHUNK, dtype=precision)]),
         grid=(batch * heads * sizes.chunks,),
         grid_names=("program",),
-        compiler_params=PARAMETERS,
+        compiler_params=parameters(automatic_barriers),
         interpret=interpret,
     )(k, log_decay, erase, *([] if documents is None else [documents]))
     return inverse, gates
@@ -261,14 +273,15 @@ def invert(k, erase, log_decay, documents, heads: int, *, precision, interpret=N
 class Plan:
     """How a walk is laid out: compute warpgroups that share q, k and the inverse (each has 64 columns of V), chunks
     whose loads are in flight, parts of the time that are walked at once; whether what the last chunk left is decayed
-    early, while the new vectors are multiplied; whether there are documents, whether the state at each chunk's start is
-    kept, and whether the interpreter runs it."""
+    early, while the new vectors are multiplied; the barriers of `parameters`; whether there are documents, whether the
+    state at each chunk's start is kept, and whether the interpreter runs it."""
 
     sizes: Sizes
     groups: int
     stages: int
     parts: int
     early: bool
+    automatic_barriers: bool
     documents: bool
     save: bool
     interpret: bool
@@ -451,8 +464,8 @@ def walk_program(plan: Plan, dtype, *refs) -> None:
         return walk_chunk(plan, memory, Loads(*loads), state, indices[0], group, o_gmem, state_gmem)
 
     def compute(pipeline):
-        state = plgpu.load(initial.at[row, head, place.part, :, columns].T, layout=TRANSPOSED, optimized=False)
-        store_state(pipeline(plgpu.layout_cast(state, WGMMA)), final.at[row, head, place.part, :, columns])
+        state = plgpu.load(initial.at[place.part, row, head, :, columns].T, layout=TRANSPOSED, optimized=False)
+        store_state(pipeline(plgpu.layout_cast(state, WGMMA)), final.at[place.part, row, head, :, columns])
         plgpu.wait_smem_to_gmem(0)
 
     def rows(columns, column=0):
@@ -476,9 +489,9 @@ def walk_program(plan: Plan, dtype, *refs) -> None:
 
 
 def walk(q, k, u, inverse, gates, initial_state, *, plan: Plan, interpret=None) -> tuple:
-    """(o [B, T, H, V], last states [B, H, parts, K, V] float32, states at the chunks' starts [B, H, N, V, K] or None).
+    """(o [B, T, H, V], last states [parts, B, H, K, V] float32, states at the chunks' starts [B, H, N, V, K] or None).
 
-    q, k [B, T, G, K]; u [B, T, H, V]; inverse and gates of `invert`; initial_state [B, H, parts, K, V] float32, the
+    q, k [B, T, G, K]; u [B, T, H, V]; inverse and gates of `invert`; initial_state [parts, B, H, K, V] float32, the
     state before each part of the time, as the last states are those after each."""
     sizes, dtype = plan.sizes, k.dtype
     states = (sizes.batch, sizes.heads, sizes.chunks, sizes.value_dim, sizes.key_dim)
@@ -495,105 +508,7 @@ def walk(q, k, u, inverse, gates, initial_state, *, plan: Plan, interpret=None) 
         grid_names=("program",),
         num_threads=plan.groups + 1,
         thread_name="warpgroup",
-        compiler_params=PARAMETERS,
+        compiler_params=parameters(plan.automatic_barriers),
         interpret=interpret,
     )(q, k, u, inverse, gates.reshape(*gates.shape[:2], -1, CHUNK), initial_state)
     return o, final, saved[0] if plan.save else None
-
-
-# ---- summarise ----------------------------------------------------------------------------------------------------
-
-
-def summarise_chunk(plan: Plan, buffers: tuple, loads: tuple, state, group, written) -> jax.Array:
-    """The state of `walk_chunk` alone. `written`: whether u counts, or nothing is written."""
-    k, u, inverse, gates = loads
-    dtype, shape = k.dtype, (64, CHUNK)
-    gate = lambda i: by_column(gates.at[i], 64)  # noqa: E731
-    state_buffer, value_buffer = buffers
-
-    def run(acc_known, acc_new, acc_state):
-        plgpu.wgmma(acc_known, left_operand(state.astype(dtype), state_buffer), k.T)
-        x = plgpu.load(u.at[:, pl.ds(group * 64, 64)].T, layout=TRANSPOSED, optimized=False)
-        x = jnp.where(written, plgpu.layout_cast(x, WGMMA).astype(jnp.float32), 0.0)
-        missing = (x - accumulated(acc_known, wait_n=0) * gate(ERASE)).astype(dtype)
-        plgpu.wgmma(acc_new, left_operand(missing, value_buffer), inverse.T)
-        kept = state * gates[INTO, CHUNK - 1]
-        if not plan.interpret:
-            acc_state[...] = kept
-        new = (accumulated(acc_new, wait_n=0) * gate(OUT)).astype(dtype)
-        plgpu.wgmma(acc_state, left_operand(new, value_buffer), k)
-        after = accumulated(acc_state, wait_n=0)
-        return after + kept if plan.interpret else after
-
-    sizes = [shape, shape, (64, plan.sizes.key_dim)]
-    return pl.run_scoped(run, *(plgpu.ACC(size, jnp.float32) for size in sizes))
-
-
-def summarise_program(plan: Plan, dtype, *refs) -> None:
-    """The body of `summarise`: one row, one part of the time, one tile of the columns of (Z, M)."""
-    k, u, inverse, gates, out, *scratch = refs
-    sizes = plan.sizes
-    group = lax.axis_index("warpgroup")
-    buffers = tuple(buffer.at[group] for buffer in scratch) or (None, None)
-    tiles = (sizes.value_dim + sizes.key_dim) // plan.tile
-    rest, tile = lax.div(lax.axis_index("program"), tiles), lax.rem(lax.axis_index("program"), tiles)
-    rest, part = lax.div(rest, plan.parts - 1), lax.rem(rest, plan.parts - 1)
-    row, head = lax.div(rest, sizes.heads), lax.rem(rest, sizes.heads)
-    first, writers = part * plan.steps, sizes.value_dim // plan.tile
-    written = tile < writers
-    column = tile * plan.tile + group * 64
-
-    def step(_, *loads_and_state):
-        *loads, state = loads_and_state
-        return summarise_chunk(plan, buffers, tuple(loads), state, group, written)
-
-    def compute(pipeline):
-        shape = (64, sizes.key_dim)
-        identity = index(*shape, 1) == index(*shape, 0) + (column - sizes.value_dim)
-        state = pipeline(jnp.where(identity, 1.0, 0.0).astype(jnp.float32))
-        store_state(state, out.at[row, head, part, :, pl.ds(column, 64)])
-        plgpu.wait_smem_to_gmem(0)
-
-    def rows(columns, column=0):
-        return plgpu.BlockSpec((CHUNK, columns), lambda i: (first + i, column), transforms=tiled(columns, dtype))
-
-    plgpu.emit_pipeline_warp_specialized(
-        step,
-        grid=(plan.steps,),
-        memory_registers=40,
-        max_concurrent_steps=plan.stages,
-        wg_axis="warpgroup",
-        num_compute_wgs=plan.groups,
-        compute_context=compute,
-        in_specs=[
-            rows(sizes.key_dim),
-            rows(plan.tile, lax.min(tile, writers - 1)),  # of no account beyond the last
-            rows(CHUNK),
-            plgpu.BlockSpec((GATES, CHUNK), lambda i: (first + i, 0)),
-        ],
-    )(k.at[row, :, sizes.key_head(head)], u.at[row, :, head], inverse.at[row, head], gates.at[row, head])
-
-
-def summarise(k, u, inverse, gates, *, plan: Plan, interpret=None) -> jax.Array:
-    """Of every part of the time but the last, as an affine map S -> M S + Z of its state: Z and M side by side,
-    [B, H, parts - 1, K, V + K] float32. Z begins with nothing; M begins as the identity, and nothing is written to it.
-    Arguments as in `walk`."""
-    sizes, dtype = plan.sizes, k.dtype
-    columns = sizes.value_dim + sizes.key_dim
-    shape = (sizes.batch, sizes.heads, plan.parts - 1, sizes.key_dim, columns)
-    buffers = [shared(plan.groups, 64, sizes.key_dim, dtype=dtype), shared(plan.groups, 64, CHUNK, dtype=dtype)]
-
-    def delta_rule_summarise(*refs):
-        summarise_program(plan, dtype, *refs)
-
-    return plgpu.kernel(
-        delta_rule_summarise,
-        out_type=jax.ShapeDtypeStruct(shape, jnp.float32),
-        scratch_types=buffers * plan.interpret,
-        grid=(sizes.batch * sizes.heads * (plan.parts - 1) * (columns // plan.tile),),
-        grid_names=("program",),
-        num_threads=plan.groups + 1,
-        thread_name="warpgroup",
-        compiler_params=PARAMETERS,
-        interpret=interpret,
-    )(k, u, inverse, gates.reshape(*gates.shape[:2], -1, CHUNK))
