@@ -70,6 +70,9 @@ def parameters(automatic_barriers: bool) -> plgpu.CompilerParams:
     )
 
 
+PARAMETERS = parameters(automatic_barriers=True)
+
+
 def tiled(columns: int, dtype) -> tuple:
     """Transforms of a shared-memory array whose last axis has this many columns: what TMA and wgmma agree on."""
     size = jnp.dtype(dtype).itemsize
