@@ -18,7 +18,12 @@ from efla_jax.ops.arguments import recurrence
 OPERATORS = {"delta_rule": pallas.delta_rule, "linear_attention": pallas_linear.linear_attention}
 # Values of a config's fields that are tried, where it has the field. What changes numbers (precision) is not for a
 # clock to choose, and what describes the device (multiprocessors) is no choice.
-TRIED: dict[str, tuple] = {"stages": (2, 3, 4), "early": (False, True), "waves": (1.0, 2.0, 4.0)}
+TRIED: dict[str, tuple] = {
+    "stages": (2, 3, 4),
+    "early": (False, True),
+    "automatic_barriers": (True, False),
+    "waves": (1.0, 2.0, 4.0),
+}
 
 
 def candidates(op: str, device_kind: str, key_dim: int, value_dim: int, dtype: str) -> list[Any]:
