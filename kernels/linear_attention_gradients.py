@@ -24,19 +24,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from efla_jax.kernels.delta_rule_mosaic import CHUNK, WGMMA, accumulated, by_row, index, left_operand, shared
 from efla_jax.kernels.linear_attention_mosaic import (
+    CHUNK,
     DOCUMENT,
     INTO,
     LOADER_REGISTERS,
     TILE,
     Sizes,
-    begin,
     decays,
-    finish,
     launch,
-    staging,
 )
+from efla_jax.kernels.mosaic import WGMMA, accumulated, begin, by_row, finish, index, left_operand, shared, staging
 
 BALANCE, LEFT, KEPT = range(3)  # rows of the sums about the decays
 COMPUTE_REGISTERS = 232  # per thread: with LOADER_REGISTERS, twice this is what fits of the 512 for three warpgroups
@@ -89,7 +87,7 @@ class Task(NamedTuple):
     chunk: Any
     key_head: Any
     share: Any
-    count: int
+    tiles: int
     sizes: Sizes
 
     @property
@@ -101,7 +99,7 @@ class Task(NamedTuple):
         return pl.ds(self.key_head * self.sizes.key_dim, self.sizes.key_dim)
 
     def tile(self, i):
-        return self.key_head * self.sizes.per_key + self.share * self.count + i
+        return self.key_head * self.sizes.per_key + self.share * self.tiles + i
 
     def lanes(self, i):
         return pl.ds(self.tile(i) * TILE, TILE)
@@ -128,23 +126,22 @@ def load(task: Task, x: Inputs, memory: Memory) -> None:
         plgpu.copy_gmem_to_smem(x.ends.at[task.row, task.chunk, lanes], memory.m.at[slot, KEY], barrier)
         plgpu.copy_gmem_to_smem(gates, memory.gates.at[slot], barrier)
 
-    lax.fori_loop(0, task.count, step, None)
+    lax.fori_loop(0, task.tiles, step, None)
 
     def released(i, _):
         plgpu.barrier_wait(memory.empty.at[lax.rem(i, stages)])
 
-    lax.fori_loop(task.count - stages, task.count, released, None)
+    lax.fori_loop(task.tiles - stages, task.tiles, released, None)
 
 
 def kept(m, group, key_dim: int) -> jax.Array:
     """Row sums of S^T . D'^T [64, K] over this side's half of the columns, or over all if there are 64."""
-    total = None
+    sums = []
     for part in range(-(-key_dim // (2 * TILE))):
         columns = pl.ds((2 * part + group) * TILE if key_dim > TILE else 0, TILE)
         start, end = (plgpu.load(m.at[side, :, columns], layout=WGMMA, optimized=False) for side in (QUERY, KEY))
-        more = jnp.sum(start.astype(f32) * end.astype(f32), axis=1)
-        total = more if total is None else total + more
-    return total
+        sums.append(jnp.sum(start.astype(f32) * end.astype(f32), axis=1))
+    return sum(sums[1:], sums[0])
 
 
 def tile_gradients(memory: Memory, slot, scores, so_far: tuple, sizes: Sizes, put_p, interpret) -> tuple:
@@ -223,7 +220,7 @@ def compute(task: Task, memory: Memory, out: Outputs, interpret) -> None:
         return total
 
     nothing = plgpu.layout_cast(jnp.zeros((CHUNK, TILE), f32), WGMMA)
-    total = lax.fori_loop(0, task.count, step, (nothing,) * (sizes.key_dim // TILE))
+    total = lax.fori_loop(0, task.tiles, step, (nothing,) * (sizes.key_dim // TILE))
     for side, target in ((QUERY, out.d_q), (KEY, out.d_k)):
 
         @pl.when(group == side)
@@ -251,7 +248,7 @@ def scratch(sizes: Sizes, stages: int, dtype, interpret) -> list:
     ]
 
 
-def gradients(x: Inputs, sizes: Sizes, *, stages: int, slices: int, interpret=None) -> Outputs:
+def gradients(x: Inputs, sizes: Sizes, *, stages: int, slices: int, barriers: bool, interpret=None) -> Outputs:
     """dq, dk [slices, B, T, G K]; dU [B, T, H V]; sums [B, N tiles 2, 3, C] float32.
 
     Each program takes a slice of the tiles of a key head, and its dq and dk are that slice's part: in the dtype of u if
@@ -266,11 +263,11 @@ def gradients(x: Inputs, sizes: Sizes, *, stages: int, slices: int, interpret=No
 
     def body(*refs):
         sources, out = Inputs(*refs[:arguments]), Outputs(*refs[arguments : arguments + results])
+        rest = refs[arguments + results :]
         fixed = len(Memory._fields) - 1
-        *rest, left = *refs[arguments + results :][:fixed], refs[arguments + results + fixed :]
         row, chunk, pair = (lax.axis_index(name) for name in ("row", "part", "pair"))
         group = lax.axis_index("group")
-        memory = Memory(*rest, left=[buffer.at[group] for buffer in left] or [None] * 2)
+        memory = Memory(*rest[:fixed], left=[buffer.at[group] for buffer in rest[fixed:]] or [None] * 2)
         task = Task(row, chunk, lax.div(pair, slices), lax.rem(pair, slices), count, sizes)
 
         @pl.when(group == LOADER)
@@ -288,4 +285,5 @@ def gradients(x: Inputs, sizes: Sizes, *, stages: int, slices: int, interpret=No
     out = [summed, summed, shape(x.u.shape, dtype)]
     out.append(shape((sizes.batch, sizes.chunks * sizes.tiles * 2, 3, CHUNK), f32))
     grid = sizes.batch, sizes.chunks, sizes.key_heads * slices
-    return Outputs(*launch(body, x, out, scratch(sizes, min(stages, count), dtype, interpret), grid, 3, interpret))
+    memory = scratch(sizes, min(stages, count), dtype, interpret)
+    return Outputs(*launch(body, x, out, memory, grid, 3, barriers=barriers, interpret=interpret))

@@ -14,8 +14,8 @@ and k (two heads of one key head, or two tiles of one head); one more warpgroup 
 transposed, S^T [64, K] float32, in registers: it is the left operand of every product it is in.
 
 Channels are flat: u, o, dO, dU [B, T, H V], q, k [B, T, G K], states [.., H V, K]; a tile is 64 columns wherever it
-lies. Mosaic's interpreter knows neither a left operand in registers nor a store into an accumulator; those two places
-ask for `interpret`.
+lies. Nothing here needs automatic barriers: what is stored to shared memory is read only after a commit, at which the
+warpgroup meets, and is stored again only after a later one, or after the wait for a copy, at which it meets, too.
 """
 
 import dataclasses
@@ -27,22 +27,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from efla_jax.kernels.delta_rule_mosaic import (
-    CHUNK,
+from efla_jax.kernels.mosaic import (
     MASKED,
-    PARAMETERS,
     TRANSPOSED,
     WGMMA,
     accumulated,
+    begin,
     by_column,
     by_row,
+    finish,
     index,
     left_operand,
+    parameters,
     shared,
+    staging,
     tiled,
+    transposed,
 )
 
-TILE = 64
+CHUNK = TILE = 64
 SUM, INTO, OUT, DOCUMENT = range(4)  # rows of the gates: G; in; out; document number, if there are documents
 LOADER_REGISTERS = 40  # of each thread of the warpgroup that loads; the compute warpgroups share the rest
 f32 = jnp.float32
@@ -102,15 +105,20 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a walk runs: in how many equal parts of the time, with how many chunks loaded ahead, in which direction, and
-    whether it saves the state before every chunk (backwards: the cotangent after it)."""
+    """How a walk runs: in how many equal parts of the time, with how many chunks loaded ahead, in which direction,
+    whether it saves the state before every chunk (backwards: the cotangent after it), with automatic barriers or no."""
 
     sizes: Sizes
     parts: int
     stages: int
     save: bool
     backwards: bool = False
+    barriers: bool = True
     interpret: Any = None
+
+    @property
+    def options(self) -> dict:
+        return dict(barriers=self.barriers, interpret=self.interpret)
 
     @property
     def steps(self) -> int:
@@ -141,27 +149,6 @@ class Place(NamedTuple):
         return self.group * sizes.rows if sizes.heads_together > 1 else 0
 
 
-def begin(acc, value, interpret) -> None:
-    """Let products add to `value`; in the interpreter `finish` adds it."""
-    if interpret is None:
-        acc[...] = value
-
-
-def finish(acc, value, interpret, wait_n: int = 0) -> jax.Array:
-    total = accumulated(acc, wait_n=wait_n)
-    return total if interpret is None else total + value
-
-
-def transposed(tile) -> jax.Array:
-    """A tile [C, 64] in shared memory as [64, C] in registers, ready to be a left operand."""
-    return plgpu.layout_cast(plgpu.load(tile.T, layout=TRANSPOSED, optimized=False), WGMMA)
-
-
-def staging(shapes, dtype, interpret, count: int) -> list:
-    """Shared memory for the left operands of the interpreter, for each of `count` warpgroups."""
-    return [] if interpret is None else [shared(count, *shape, dtype=dtype) for shape in shapes]
-
-
 def decays(gates, first, *, documents: bool, sign) -> jax.Array:
     """R [C, C] float32 (sign 1) or R^T (-1) from gates in shared memory whose rows begin at `first`."""
     total = gates.at[first + SUM]
@@ -174,7 +161,7 @@ def decays(gates, first, *, documents: bool, sign) -> jax.Array:
     return jnp.exp(jnp.where(seen, difference * scale, MASKED))
 
 
-def launch(body, arguments, out, scratch, grid, threads: int, interpret):
+def launch(body, arguments, out, scratch, grid, threads: int, *, barriers: bool, interpret):
     """Run a program on a grid of rows, parts of the time and pairs of tiles, with so many warpgroups."""
     return plgpu.kernel(
         body,
@@ -184,7 +171,7 @@ def launch(body, arguments, out, scratch, grid, threads: int, interpret):
         grid_names=Place._fields[:3],
         num_threads=threads,
         thread_name=Place._fields[3],
-        compiler_params=PARAMETERS,
+        compiler_params=parameters(barriers),
         interpret=interpret,
     )(*arguments)
 
@@ -313,7 +300,7 @@ def walk(q, k, u, gates, initial, plan: Plan):
         scratch.append(shared(count, *state, dtype=dtype))
     scratch += staging([state, (TILE, CHUNK), (TILE, CHUNK)], dtype, plan.interpret, count)
     grid = sizes.batch, plan.parts, sizes.tiles // count
-    o, final, *starts = launch(body, (q, k, u, gates, initial), out, scratch, grid, count + 1, plan.interpret)
+    o, final, *starts = launch(body, (q, k, u, gates, initial), out, scratch, grid, count + 1, **plan.options)
     return o, final, starts[0] if plan.save else None
 
 
@@ -367,5 +354,5 @@ def accumulate(x, y, gates, initial, plan: Plan):
     scratch = [shared(count, TILE, sizes.key_dim, dtype=dtype)]
     scratch += staging([(TILE, CHUNK)], dtype, plan.interpret, count)
     grid = sizes.batch, plan.parts, sizes.tiles // count
-    final, *saved = launch(body, (x, y, gates, initial), out, scratch, grid, count + 1, plan.interpret)
+    final, *saved = launch(body, (x, y, gates, initial), out, scratch, grid, count + 1, **plan.options)
     return final, saved[0] if plan.save else None

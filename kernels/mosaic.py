@@ -1,0 +1,87 @@
+"""Small pieces that programs in Mosaic GPU are made of: layouts of registers and shared memory, vectors spread over a
+matrix, and the two places where Mosaic's interpreter needs another form than a device.
+
+The interpreter knows neither a left operand of a wgmma in registers (`left_operand`) nor a store into an accumulator
+(`begin`, `finish`).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+MASKED = -1e30  # instead of a difference of log decays that must not be seen: its exponential is 0
+WGMMA, TRANSPOSED = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_TRANSPOSED
+accumulated = plgpu.wgmma_accumulator_load  # (acc, wait_n=n): its value once at most n later products are in flight
+
+
+def parameters(automatic_barriers: bool) -> plgpu.CompilerParams:
+    """Lane semantics, in which every layout is given. Automatic barriers let a warpgroup meet before and after every
+    store to shared memory; without them a program must see to it that nothing is stored where another warp still reads,
+    and commit what it reads."""
+    return plgpu.CompilerParams(
+        lowering_semantics=plgpu.LoweringSemantics.Lane,
+        approx_math=True,
+        unsafe_no_auto_barriers=not automatic_barriers,
+    )
+
+
+def tiled(columns: int, dtype) -> tuple:
+    """Transforms of a shared-memory array whose last axis has this many columns: what TMA and wgmma agree on."""
+    size = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(columns * size * 8)
+    tile = plgpu.TilingTransform((8, swizzle // size))  # type: ignore[abstract]
+    return tile, plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
+
+
+def shared(*shape: int, dtype) -> Any:
+    return plgpu.SMEM(shape, dtype, transforms=tiled(shape[-1], dtype))
+
+
+def by_column(vector, rows: int) -> jax.Array:
+    """A vector [n] in shared memory as [rows, n], the same in every row."""
+    x = plgpu.load(vector, layout=WGMMA.reduce(0), optimized=False)
+    return lax.broadcast_in_dim(x, (rows, x.shape[0]), (1,))
+
+
+def by_row(vector, columns: int) -> jax.Array:
+    """A vector [n] in shared memory as [n, columns], the same in every column."""
+    x = plgpu.load(vector, layout=WGMMA.reduce(1), optimized=False)
+    return lax.broadcast_in_dim(x, (x.shape[0], columns), (0,))
+
+
+def index(rows: int, columns: int, axis: int) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, (rows, columns), axis, layout=WGMMA)
+
+
+def transposed(tile) -> jax.Array:
+    """A tile [m, n] in shared memory as [n, m] in registers, ready to be a left operand."""
+    return plgpu.layout_cast(plgpu.load(tile.T, layout=TRANSPOSED, optimized=False), WGMMA)
+
+
+def left_operand(x, buffer):
+    """x as the left operand of a wgmma: itself; in the interpreter, which has a `buffer`, a copy in shared memory."""
+    if buffer is None:
+        return x
+    buffer[...] = x
+    plgpu.commit_smem()
+    return buffer
+
+
+def staging(shapes, dtype, interpret, count: int) -> list:
+    """Shared memory for the left operands of the interpreter, for each of `count` warpgroups."""
+    return [] if interpret is None else [shared(count, *shape, dtype=dtype) for shape in shapes]
+
+
+def begin(acc, value, interpret) -> None:
+    """Let products add to `value`; in the interpreter `finish` adds it."""
+    if interpret is None:
+        acc[...] = value
+
+
+def finish(acc, value, interpret, wait_n: int = 0) -> jax.Array:
+    """`value` plus the products, once at most wait_n later ones are in flight."""
+    total = accumulated(acc, wait_n=wait_n)
+    return total if interpret is None else total + value
