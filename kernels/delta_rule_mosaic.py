@@ -418,8 +418,6 @@ def walk_chunk(plan: Plan, memory: WalkMemory, x: Loads, state, chunk, group, o_
         plgpu.wgmma(acc_known, start, x.k.T)
         plgpu.wgmma(acc_scores, x.k, x.q.at[pl.ds(group * plan.columns, plan.columns)].T)
         plgpu.wgmma(acc_read, start, x.q.T)
-        if plan.save:
-            send(narrow, memory.states, state_gmem)
         u = plgpu.load(x.u.at[:, pl.ds(group * 64, 64)].T, layout=TRANSPOSED, optimized=False)
         u = plgpu.layout_cast(u, WGMMA).astype(jnp.float32)
         missing = (u - accumulated(acc_known, wait_n=2) * gate(ERASE)).astype(dtype)
@@ -428,16 +426,18 @@ def walk_chunk(plan: Plan, memory: WalkMemory, x: Loads, state, chunk, group, o_
         scores[group] = decayed_scores(plan, acc_scores, x, group, wait=2).astype(dtype)
         plgpu.commit_smem()
         plgpu.barrier_arrive(memory.scores_there)
+        if plan.save:  # not before: the last chunk's o is still being copied when a chunk begins
+            send(narrow, memory.states, state_gmem)
         new = None if plan.early else accumulated(acc_new, wait_n=0)
         read, kept = accumulated(acc_read, wait_n=1) * gate(INTO), state * x.gates[INTO, CHUNK - 1]
         if not fresh:
             acc_o[...] = read
             acc_state[...] = kept
         new = accumulated(acc_new, wait_n=0) if plan.early else new
-        narrow = left_operand(new.astype(dtype), memory.value_buffer)
+        written = left_operand(new.astype(dtype), memory.value_buffer)
         plgpu.barrier_wait(memory.scores_there)
         for part in range(plan.groups):
-            plgpu.wgmma(acc_o.at[:, pl.ds(part * plan.columns, plan.columns)], narrow, scores.at[part])
+            plgpu.wgmma(acc_o.at[:, pl.ds(part * plan.columns, plan.columns)], written, scores.at[part])
         if fresh:  # the buffer of the left operand is about to be overwritten
             plgpu.wgmma_wait(0)
         plgpu.wgmma(acc_state, left_operand((new * gate(OUT)).astype(dtype), memory.value_buffer), x.k)

@@ -143,8 +143,8 @@ def test_gradients_through_the_operator(monkeypatch):
 
 
 def test_repetition_is_bitwise_and_vmap_is_a_loop():
-    arguments, _ = recurrence_case("random", jnp.bfloat16, **{**SMALL, "time": 64})
-    other, _ = recurrence_case("random", jnp.bfloat16, seed=1, **{**SMALL, "time": 64})
+    arguments, _ = recurrence_case("random", jnp.bfloat16, **SMALL)
+    other, _ = recurrence_case("random", jnp.bfloat16, seed=1, **SMALL)
     run = RUN[by_kernel]
     first, second = run(arguments, None), run(arguments, None)
     np.testing.assert_array_equal(first[0], second[0])
