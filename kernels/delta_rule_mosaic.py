@@ -14,8 +14,9 @@ walk     a row and 64 columns of V per compute warpgroup, all chunks in order; o
          The inverse is applied after the state's part is subtracted, so no product of it with K or U reaches memory.
 The pass that summarises parts of the time is in `delta_rule_parts.py`.
 
-Mosaic's interpreter knows neither a left operand in registers nor a store into an accumulator; those two places ask for
-`interpret`. Documents are numbered inside a chunk (0 goes on with the state that comes in), as float32.
+Without automatic barriers (see `mosaic.py`) a warpgroup does not meet around every store to shared memory. It need not:
+what is stored here is read only after a commit, which is a meeting, and no region is stored again before a later one (a
+copy's wait is one, too). Documents are numbered inside a chunk (0 goes on with the state that comes in), as float32.
 """
 
 import dataclasses
@@ -27,12 +28,24 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from efla_jax.kernels.mosaic import (
+    MASKED,
+    TRANSPOSED,
+    WGMMA,
+    accumulated,
+    by_column,
+    by_row,
+    index,
+    left_operand,
+    parameters,
+    shared,
+    tiled,
+    transposed,
+)
+
 CHUNK = 64
 GATES = 5  # rows of the gate vectors, in this order
 ERASE, DOCUMENT, INTO, OUT, SUM = range(GATES)  # e in; document number; in; out; G
-MASKED = -1e30  # instead of a difference of log decays that must not be seen: its exponential is 0
-WGMMA, TRANSPOSED = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_TRANSPOSED
-accumulated = plgpu.wgmma_accumulator_load  # (acc, wait_n=n): its value once at most n later products are in flight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,58 +72,9 @@ class Sizes:
         return lax.div(head, self.heads // self.key_heads)
 
 
-def parameters(automatic_barriers: bool) -> plgpu.CompilerParams:
-    """Without automatic barriers a warpgroup does not meet before and after every store to shared memory. It need not:
-    what the programs here store they read only after a commit, which is a meeting, and no region is stored again before
-    a later one (a copy's wait is one, too)."""
-    return plgpu.CompilerParams(
-        lowering_semantics=plgpu.LoweringSemantics.Lane,
-        approx_math=True,
-        unsafe_no_auto_barriers=not automatic_barriers,
-    )
-
-
-PARAMETERS = parameters(automatic_barriers=True)
-
-
-def tiled(columns: int, dtype) -> tuple:
-    """Transforms of a shared-memory array whose last axis has this many columns: what TMA and wgmma agree on."""
-    size = jnp.dtype(dtype).itemsize
-    swizzle = plgpu.find_swizzle(columns * size * 8)
-    tile = plgpu.TilingTransform((8, swizzle // size))  # type: ignore[abstract]
-    return tile, plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
-
-
-def shared(*shape: int, dtype) -> Any:
-    return plgpu.SMEM(shape, dtype, transforms=tiled(shape[-1], dtype))
-
-
-def by_column(vector, rows: int) -> jax.Array:
-    """A vector [n] in shared memory as [rows, n], the same in every row."""
-    x = plgpu.load(vector, layout=WGMMA.reduce(0), optimized=False)
-    return lax.broadcast_in_dim(x, (rows, x.shape[0]), (1,))
-
-
-def by_row(vector, columns: int) -> jax.Array:
-    """A vector [n] in shared memory as [n, columns], the same in every column."""
-    return lax.broadcast_in_dim(per_row(vector), (vector.shape[0], columns), (0,))
-
-
 def per_row(vector) -> jax.Array:
+    """A vector [n] in shared memory as one value per row of a matrix."""
     return plgpu.load(vector, layout=WGMMA.reduce(1), optimized=False)
-
-
-def index(rows: int, columns: int, axis: int) -> jax.Array:
-    return plgpu.broadcasted_iota(jnp.int32, (rows, columns), axis, layout=WGMMA)
-
-
-def left_operand(x, buffer):
-    """x as the left operand of a wgmma: itself; in the interpreter, which has a `buffer`, a copy in shared memory."""
-    if buffer is None:
-        return x
-    buffer[...] = x
-    plgpu.commit_smem()
-    return buffer
 
 
 # ---- invert -------------------------------------------------------------------------------------------------------
@@ -276,7 +240,7 @@ def invert(
 class Plan:
     """How a walk is laid out: compute warpgroups that share q, k and the inverse (each has 64 columns of V), chunks
     whose loads are in flight, parts of the time that are walked at once; whether what the last chunk left is decayed
-    early, while the new vectors are multiplied; the barriers of `parameters`; whether there are documents, whether the
+    early, while the new vectors are multiplied; automatic barriers or not; whether there are documents, whether the
     state at each chunk's start is kept, and whether the interpreter runs it."""
 
     sizes: Sizes
@@ -418,8 +382,7 @@ def walk_chunk(plan: Plan, memory: WalkMemory, x: Loads, state, chunk, group, o_
         plgpu.wgmma(acc_known, start, x.k.T)
         plgpu.wgmma(acc_scores, x.k, x.q.at[pl.ds(group * plan.columns, plan.columns)].T)
         plgpu.wgmma(acc_read, start, x.q.T)
-        u = plgpu.load(x.u.at[:, pl.ds(group * 64, 64)].T, layout=TRANSPOSED, optimized=False)
-        u = plgpu.layout_cast(u, WGMMA).astype(jnp.float32)
+        u = transposed(x.u.at[:, pl.ds(group * 64, 64)]).astype(jnp.float32)
         missing = (u - accumulated(acc_known, wait_n=2) * gate(ERASE)).astype(dtype)
         plgpu.wgmma(acc_new, left_operand(missing, memory.value_buffer), x.inverse.T)
         scores = memory.scores.at[lax.rem(chunk, 2)]

@@ -12,23 +12,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from efla_jax.kernels.delta_rule_mosaic import (
-    CHUNK,
-    ERASE,
-    GATES,
-    INTO,
-    OUT,
-    TRANSPOSED,
-    WGMMA,
-    Plan,
+from efla_jax.kernels.delta_rule_mosaic import CHUNK, ERASE, GATES, INTO, OUT, Plan, store_state
+from efla_jax.kernels.mosaic import (
     accumulated,
     by_column,
     index,
     left_operand,
     parameters,
     shared,
-    store_state,
     tiled,
+    transposed,
 )
 
 
@@ -41,8 +34,8 @@ def summarise_chunk(plan: Plan, buffers: tuple, loads: tuple, state, group, writ
 
     def run(acc_known, acc_new, acc_state):
         plgpu.wgmma(acc_known, left_operand(state.astype(dtype), state_buffer), k.T)
-        x = plgpu.load(u.at[:, pl.ds(group * 64, 64)].T, layout=TRANSPOSED, optimized=False)
-        x = jnp.where(written, plgpu.layout_cast(x, WGMMA).astype(jnp.float32), 0.0)
+        x = transposed(u.at[:, pl.ds(group * 64, 64)]).astype(jnp.float32)
+        x = jnp.where(written, x, 0.0)
         missing = (x - accumulated(acc_known, wait_n=0) * gate(ERASE)).astype(dtype)
         plgpu.wgmma(acc_new, left_operand(missing, value_buffer), inverse.T)
         kept = state * gates[INTO, CHUNK - 1]
