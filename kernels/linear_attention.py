@@ -21,21 +21,22 @@ from efla_jax.kernels.linear_attention_mosaic import CHUNK, DOCUMENT, INTO, TILE
 
 KEY_DIMS = (64, 128)
 DTYPES = ("bfloat16", "float16")
-LEAST = 2  # chunks that a part of the time has at least
+LEAST, MOST = 2, 32  # chunks that a part of the time has at least; parts at most
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """How a call is cut for the GPU.
 
-    stages: chunks loaded ahead in a walk, and tiles in the gradients. multiprocessors: of the GPU, each of which holds
-    one program. waves: programs wanted for each of them; with fewer the time is split into parts, or the heads.
-    barriers: Mosaic's automatic ones around stores to shared memory, which the programs do not need."""
+    stages: chunks loaded ahead in a walk, and tiles in the gradients; fewer where shared memory is too small.
+    multiprocessors: of the GPU, each of which holds one program.
+    waves: programs wanted for each of them; with fewer the time is split into parts, or the heads.
+    automatic_barriers: Mosaic's around every store to shared memory, which the programs do not need."""
 
     stages: int = 3
     multiprocessors: int = 132
     waves: float = 2.0
-    barriers: bool = True
+    automatic_barriers: bool = True
 
 
 # By device kind, K, V and dtype. Where a row lacks, SAFE serves: right on every Hopper GPU, tuned on none.
@@ -71,7 +72,7 @@ def wanted_parts(sizes: Sizes, config: Config) -> int:
     if 2 * sizes.programs > config.multiprocessors:
         return count
     most = config.waves * config.multiprocessors
-    while 2 * count * sizes.programs <= most and sizes.chunks >= 2 * count * LEAST:
+    while 2 * count * sizes.programs <= most and sizes.chunks >= 2 * count * LEAST and 2 * count <= MOST:
         count *= 2
     return count
 
@@ -164,7 +165,7 @@ def forward(q, k, u, log_decay, documents, initial_state, *, config: Config, sav
     [B, H, V, K] float32. saved = (gates [B, N, H, 3 or 4, 64] float32, states before each chunk [B, N, H V, K])."""
     gates = gate_vectors(log_decay, documents)
     sizes = sizes_of(k, u, gates)
-    plan = Plan(sizes, parts(sizes, config), config.stages, save, False, config.barriers, interpret)
+    plan = Plan(sizes, parts(sizes, config), config.stages, save, False, config.automatic_barriers, interpret)
     starts = started(flat(k), flat(u), gates, initial_state, plan)
     o, final, states = walk(flat(q), flat(k), flat(u), gates.reshape(sizes.batch, -1, CHUNK), starts, plan)
     return o.reshape(u.shape), final[:, -1].reshape(initial_state.shape), (gates, states) if save else None
@@ -195,14 +196,14 @@ def backward(q, k, u, saved, d_o, d_final_state, *, config: Config, interpret=No
     dq and dk are summed over the value heads of a key head, in float32. Arguments as in `forward`; d_o like u."""
     gates, starts = saved
     sizes = sizes_of(k, u, gates)
-    plan = Plan(sizes, parts(sizes, config), config.stages, True, True, config.barriers, interpret)
+    plan = Plan(sizes, parts(sizes, config), config.stages, True, True, config.automatic_barriers, interpret)
     x, y = flat(q), flat(d_o)
     last = started(x, y, gates, d_final_state, plan)
     first, ends = accumulate(x, y, gates.reshape(sizes.batch, -1, CHUNK), last, plan)
     rows = gates.reshape(sizes.batch, -1, *gates.shape[3:])
     inputs = Inputs(x, flat(k), flat(u), y, rows, starts, ends)
     count = slices(sizes, config)
-    out = gradients(inputs, sizes, stages=config.stages, slices=count, **plan.options)
+    out = gradients(inputs, sizes, stages=config.stages, slices=count, options=plan.options)
     d_q, d_k = (x.sum(0).astype(q.dtype).reshape(q.shape) for x in (out.d_q, out.d_k))
     d_initial = first[:, 0].reshape(d_final_state.shape)
     return d_q, d_k, out.d_u.reshape(u.shape), decay_gradient(out.sums, gates, sizes), d_initial

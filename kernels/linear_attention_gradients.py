@@ -32,6 +32,7 @@ from efla_jax.kernels.linear_attention_mosaic import (
     TILE,
     Sizes,
     decays,
+    fitting,
     launch,
 )
 from efla_jax.kernels.mosaic import WGMMA, accumulated, begin, by_row, finish, index, left_operand, shared, staging
@@ -166,6 +167,7 @@ def tile_gradients(memory: Memory, slot, scores, so_far: tuple, sizes: Sizes, pu
         # A token's pair with itself cancels between the sides: left out rather than subtracted.
         others = index(CHUNK, CHUNK, 0) != index(CHUNK, CHUNK, 1)
         sums.at[BALANCE][...] = jnp.sum(jnp.where(others, pairs * scores, 0.0), axis=1)
+        pairs = pairs.astype(dtype)
         weight = by_row(gates.at[INTO + group], TILE)
         read = accumulated(acc_read, wait_n=0) * weight
         values = plgpu.load(y, layout=WGMMA, optimized=False).astype(f32)
@@ -176,7 +178,7 @@ def tile_gradients(memory: Memory, slot, scores, so_far: tuple, sizes: Sizes, pu
             plgpu.wgmma(acc, y, m.at[:, part])
         sums.at[KEPT][...] = kept(memory.m.at[slot], group, sizes.key_dim)
         put_p(finish(acc_p, read, interpret, wait_n=len(columns)))
-        pairs = left_operand(pairs.astype(dtype), left[1])
+        pairs = left_operand(pairs, left[1])
         carried = []
         for i, (acc_y, acc_x) in enumerate(zip(accs_y, accs_x, strict=True)):
             carried.append(so_far[i] + accumulated(acc_y, wait_n=len(columns) - 1) * weight)
@@ -248,11 +250,12 @@ def scratch(sizes: Sizes, stages: int, dtype, interpret) -> list:
     ]
 
 
-def gradients(x: Inputs, sizes: Sizes, *, stages: int, slices: int, barriers: bool, interpret=None) -> Outputs:
+def gradients(x: Inputs, sizes: Sizes, *, stages: int, slices: int, options: dict) -> Outputs:
     """dq, dk [slices, B, T, G K]; dU [B, T, H V]; sums [B, N tiles 2, 3, C] float32.
 
     Each program takes a slice of the tiles of a key head, and its dq and dk are that slice's part: in the dtype of u if
-    there is only one, else float32. The sums of a chunk's tile, for the rows of q and then for those of k, per token:
+    there is only one, else float32. options: those of a `Plan`. The sums of a chunk's tile, for the rows of q and then
+    for those of k, per token:
 
         BALANCE  row sums of strict(b) . Q K^T for q, column sums for k
         LEFT     rowsum(Q . (in . dO S^T)) and rowsum(K . (out . U D'^T))
@@ -278,12 +281,14 @@ def gradients(x: Inputs, sizes: Sizes, *, stages: int, slices: int, barriers: bo
         @pl.when(group != LOADER)
         def _():
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-            compute(task, memory, out, interpret)
+            compute(task, memory, out, options["interpret"])
 
     shape = jax.ShapeDtypeStruct
     summed = shape((slices, *x.q.shape), dtype if slices == 1 else f32)
     out = [summed, summed, shape(x.u.shape, dtype)]
     out.append(shape((sizes.batch, sizes.chunks * sizes.tiles * 2, 3, CHUNK), f32))
     grid = sizes.batch, sizes.chunks, sizes.key_heads * slices
-    memory = scratch(sizes, min(stages, count), dtype, interpret)
-    return Outputs(*launch(body, x, out, memory, grid, 3, barriers=barriers, interpret=interpret))
+    each = 4 * (CHUNK * TILE + TILE * sizes.key_dim + sizes.rows * CHUNK)
+    stages = fitting(min(stages, count), each, 4 * CHUNK * (sizes.key_dim + 6) + 2 * CHUNK * TILE)
+    memory = scratch(sizes, stages, dtype, options["interpret"])
+    return Outputs(*launch(body, x, out, memory, grid, 3, **options))

@@ -47,6 +47,7 @@ from efla_jax.kernels.mosaic import (
 
 CHUNK = TILE = 64
 SUM, INTO, OUT, DOCUMENT = range(4)  # rows of the gates: G; in; out; document number, if there are documents
+SHARED_MEMORY = 227 * 1024  # bytes that a program may use on a Hopper GPU
 LOADER_REGISTERS = 40  # of each thread of the warpgroup that loads; the compute warpgroups share the rest
 f32 = jnp.float32
 
@@ -105,20 +106,20 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a walk runs: in how many equal parts of the time, with how many chunks loaded ahead, in which direction,
-    whether it saves the state before every chunk (backwards: the cotangent after it), with automatic barriers or no."""
+    """How a walk runs: in how many equal parts of the time, with how many chunks loaded ahead, in which direction, and
+    whether it saves the state before every chunk (backwards: the cotangent after it)."""
 
     sizes: Sizes
     parts: int
     stages: int
     save: bool
     backwards: bool = False
-    barriers: bool = True
+    automatic_barriers: bool = True
     interpret: Any = None
 
     @property
     def options(self) -> dict:
-        return dict(barriers=self.barriers, interpret=self.interpret)
+        return dict(automatic_barriers=self.automatic_barriers, interpret=self.interpret)
 
     @property
     def steps(self) -> int:
@@ -161,7 +162,7 @@ def decays(gates, first, *, documents: bool, sign) -> jax.Array:
     return jnp.exp(jnp.where(seen, difference * scale, MASKED))
 
 
-def launch(body, arguments, out, scratch, grid, threads: int, *, barriers: bool, interpret):
+def launch(body, arguments, out, scratch, grid, threads: int, *, automatic_barriers: bool, interpret):
     """Run a program on a grid of rows, parts of the time and pairs of tiles, with so many warpgroups."""
     return plgpu.kernel(
         body,
@@ -171,9 +172,14 @@ def launch(body, arguments, out, scratch, grid, threads: int, *, barriers: bool,
         grid_names=Place._fields[:3],
         num_threads=threads,
         thread_name=Place._fields[3],
-        compiler_params=parameters(barriers),
+        compiler_params=parameters(automatic_barriers),
         interpret=interpret,
     )(*arguments)
+
+
+def fitting(stages: int, each: int, beside: int) -> int:
+    """As many of the wanted stages of so many bytes as shared memory holds beside the rest of a program; at least 1."""
+    return max(min(stages, (SHARED_MEMORY - 1024 - beside) // each), 1)  # 1024: barriers, and what starts aligned
 
 
 def pipeline(plan: Plan, place: Place, step, keys, values, gates, initial, final) -> None:
@@ -184,6 +190,9 @@ def pipeline(plan: Plan, place: Place, step, keys, values, gates, initial, final
     count, here = sizes.together, sizes.heads_together
     tile = place.pair * count
     lanes = place.lanes(sizes)
+    each = CHUNK * (2 * (len(keys) * sizes.key_dim + TILE * count) + 4 * here * sizes.rows)
+    # The largest that a walk has beside: outputs, pairs and states.
+    beside = 2 * count * TILE * (sizes.key_dim * plan.save + (2 * CHUNK if len(keys) > 1 else sizes.key_dim))
 
     def compute(over_chunks):
         start = plgpu.load(initial.at[place.row, place.part, lanes], layout=WGMMA, optimized=False)
@@ -203,7 +212,7 @@ def pipeline(plan: Plan, place: Place, step, keys, values, gates, initial, final
         step,
         grid=(plan.steps,),
         memory_registers=LOADER_REGISTERS,
-        max_concurrent_steps=plan.stages,
+        max_concurrent_steps=fitting(plan.stages, each, beside),
         wg_axis="group",
         num_compute_wgs=count,
         compute_context=compute,
@@ -231,8 +240,9 @@ class WalkMemory(NamedTuple):
 def walk_chunk(plan: Plan, place: Place, memory: WalkMemory, loads, state, put_state, put_o) -> jax.Array:
     """The state after a chunk from that before it; loads: q, k, u and gates in shared memory.
 
-    Nothing that the next state needs waits for the outputs. The products' order of issue is the order in which they
-    end: Q S, K Q^T, the new state, the output."""
+    Nothing that the next state needs waits for the outputs. Products end in the order in which they are issued: Q S,
+    K Q^T, the new state, the output. Q S is taken first, as its left operand is then free, before the decays need
+    registers."""
     q, k, u, gates = loads
     dtype, first = u.dtype, place.gates(plan.sizes)
 
@@ -249,10 +259,10 @@ def walk_chunk(plan: Plan, place: Place, memory: WalkMemory, loads, state, put_s
         carried = state * gates[first + INTO, CHUNK - 1]
         begin(acc_state, carried, plan.interpret)
         plgpu.wgmma(acc_state, left_operand(fading, memory.left[1]), k)
+        read = accumulated(acc_read, wait_n=2) * by_column(gates.at[first + INTO], TILE)
         decay = decays(gates, first, documents=plan.sizes.rows > DOCUMENT, sign=-1)
         memory.pairs[...] = (accumulated(acc_pairs, wait_n=1) * decay).astype(dtype)
         plgpu.commit_smem()
-        read = accumulated(acc_read, wait_n=1) * by_column(gates.at[first + INTO], TILE)
         begin(acc_o, read, plan.interpret)
         plgpu.wgmma(acc_o, left_operand(values, memory.left[2]), memory.pairs)
         after = finish(acc_state, carried, plan.interpret, wait_n=1)

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402
 
 from efla_jax import ops  # noqa: E402
 from efla_jax.kernels import linear_attention as kernel  # noqa: E402
-from efla_jax.ops import pallas_linear  # noqa: E402
+from efla_jax.ops import pallas_linear, tuning  # noqa: E402
 from efla_jax.ops.arguments import recurrence  # noqa: E402
 from efla_jax.ops.chunked import chunked  # noqa: E402
 from tests.cases import packed_ids, recurrence_case  # noqa: E402
@@ -223,6 +223,12 @@ def test_the_safe_row_lowers_for_every_size(key_dim, dtype):
         for key_heads, heads in ((1, 1), (1, 3), (4, 4), (2, 8)):
             sizes = 2, 300, key_heads, heads, key_dim, value_dim
             assert lowered(sizes, heads == 3, jnp.dtype(dtype), kernel.SAFE) >= 3
+
+
+@pytest.mark.slow
+def test_every_config_that_is_tried_lowers():
+    for config in tuning.candidates("linear_attention", "NVIDIA H200", 128, 64, "bfloat16"):
+        assert lowered((1, 32768, 1, 32, 128, 64), True, jnp.bfloat16, config) >= 3
 
 
 def test_configs_are_looked_up():
