@@ -43,7 +43,8 @@ def require_hopper(op: str) -> str:
 
 def whole_chunks(x: jax.Array) -> jax.Array:
     """x [B, T, ...] filled up with zeros to whole chunks."""
-    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % CHUNK)) + ((0, 0),) * (x.ndim - 2))
+    missing = -x.shape[1] % CHUNK
+    return jnp.pad(x, ((0, 0), (0, missing)) + ((0, 0),) * (x.ndim - 2)) if missing else x
 
 
 def chunk_documents(starts: jax.Array | None) -> jax.Array | None:
