@@ -149,44 +149,54 @@ def tile_gradients(memory: Memory, slot, scores, so_far: tuple, sizes: Sizes, pu
     """One tile on one side: writes the sums, hands P [C, 64] to put_p and returns dX, in parts of 64 columns, from the
     dX so far. scores = X Z^T float32.
 
-    w multiplies Y M afterwards, in float32: rounding w . Y instead would add a third to the error of dX."""
+    w multiplies Y M afterwards, in float32: rounding w . Y instead would add a third to the error of dX. The products
+    come in three rounds, as an accumulator holds its registers from where its scope begins, and no accumulator is given
+    a value while others are in flight (ptxas would run all products one by one)."""
     dtype, group = memory.y.dtype, lax.axis_index("group")
     x, z, m = memory.x.at[group], memory.x.at[1 - group], memory.m.at[slot, group]
     y, w = memory.y.at[slot, group], memory.y.at[slot, 1 - group]
     gates, sums, left = memory.gates.at[slot], memory.sums.at[group], memory.left
     columns = [pl.ds(part * TILE, TILE) for part in range(len(so_far))]
+    weight = by_row(gates.at[INTO + group], TILE)
+    square = plgpu.ACC((CHUNK, CHUNK), f32)
 
-    def products(acc_pairs, acc_read, acc_p, *accs):
-        accs_y, accs_x = accs[: len(so_far)], accs[len(so_far) :]
+    def pair_and_read(acc_pairs, acc_read):
         plgpu.wgmma(acc_pairs, y, w.T)
         plgpu.wgmma(acc_read, x, m.T)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        sums.at[KEPT][...] = kept(memory.m.at[slot], group, sizes.key_dim)
         decay = decays(gates, 0, documents=sizes.rows > DOCUMENT, sign=1 - 2 * group)
         spread = (decay * scores).astype(dtype)
         pairs = accumulated(acc_pairs, wait_n=1) * decay
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         # A token's pair with itself cancels between the sides: left out rather than subtracted.
         others = index(CHUNK, CHUNK, 0) != index(CHUNK, CHUNK, 1)
         sums.at[BALANCE][...] = jnp.sum(jnp.where(others, pairs * scores, 0.0), axis=1)
-        pairs = pairs.astype(dtype)
-        weight = by_row(gates.at[INTO + group], TILE)
         read = accumulated(acc_read, wait_n=0) * weight
         values = plgpu.load(y, layout=WGMMA, optimized=False).astype(f32)
         sums.at[LEFT][...] = jnp.sum(values * read, axis=1)
+        return pairs.astype(dtype), spread, read
+
+    pairs, spread, read = pl.run_scoped(pair_and_read, square, square)
+
+    def from_state(acc_p, *accs):
         begin(acc_p, read, interpret)
         plgpu.wgmma(acc_p, left_operand(spread, left[0]), w)
-        for acc, part in zip(accs_y, columns, strict=True):
+        for acc, part in zip(accs, columns, strict=True):
             plgpu.wgmma(acc, y, m.at[:, part])
-        sums.at[KEPT][...] = kept(memory.m.at[slot], group, sizes.key_dim)
-        put_p(finish(acc_p, read, interpret, wait_n=len(columns)))
-        pairs = left_operand(pairs, left[1])
-        carried = []
-        for i, (acc_y, acc_x) in enumerate(zip(accs_y, accs_x, strict=True)):
-            carried.append(so_far[i] + accumulated(acc_y, wait_n=len(columns) - 1) * weight)
-            begin(acc_x, carried[i], interpret)
-            plgpu.wgmma(acc_x, pairs, z.at[:, columns[i]])
-        return tuple(finish(acc, value, interpret) for acc, value in zip(accs_x, carried, strict=True))
+        put_p(finish(acc_p, read, interpret, wait_n=len(accs)))
+        return [so_far[i] + accumulated(acc, wait_n=len(accs) - 1 - i) * weight for i, acc in enumerate(accs)]
 
-    return pl.run_scoped(products, *[plgpu.ACC((CHUNK, TILE), f32)] * (3 + 2 * len(so_far)))
+    carried = pl.run_scoped(from_state, square, *[square] * len(so_far))
+
+    def from_pairs(*accs):
+        for acc, value in zip(accs, carried, strict=True):
+            begin(acc, value, interpret)
+        operand = left_operand(pairs, left[1])
+        for acc, part in zip(accs, columns, strict=True):
+            plgpu.wgmma(acc, operand, z.at[:, part])
+        return tuple(finish(acc, value, interpret) for acc, value in zip(accs, carried, strict=True))
+
+    return pl.run_scoped(from_pairs, *[square] * len(so_far))
 
 
 def compute(task: Task, memory: Memory, out: Outputs, interpret) -> None:

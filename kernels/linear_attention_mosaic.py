@@ -240,13 +240,12 @@ class WalkMemory(NamedTuple):
 def walk_chunk(plan: Plan, place: Place, memory: WalkMemory, loads, state, put_state, put_o) -> jax.Array:
     """The state after a chunk from that before it; loads: q, k, u and gates in shared memory.
 
-    Nothing that the next state needs waits for the outputs. Products end in the order in which they are issued: Q S,
-    K Q^T, the new state, the output. Q S is taken first, as its left operand is then free, before the decays need
-    registers."""
+    Two rounds of products. No accumulator is given a value while others are in flight (ptxas would run all products one
+    by one), and Q S is taken as soon as it is there: its left operand is then free before the decays need registers."""
     q, k, u, gates = loads
     dtype, first = u.dtype, place.gates(plan.sizes)
 
-    def products(acc_read, acc_pairs, acc_state, acc_o):
+    def read_and_pair(acc_read, acc_pairs):
         rounded = state.astype(dtype)
         plgpu.wgmma(acc_read, left_operand(rounded, memory.left[0]), q.T)
         plgpu.wgmma(acc_pairs, k, q.T)
@@ -256,25 +255,29 @@ def walk_chunk(plan: Plan, place: Place, memory: WalkMemory, loads, state, put_s
             plgpu.copy_smem_to_gmem(memory.state, put_state)
         values = transposed(u.at[:, pl.ds(place.group * TILE, TILE)])
         fading = (values.astype(f32) * by_column(gates.at[first + OUT], TILE)).astype(dtype)
-        carried = state * gates[first + INTO, CHUNK - 1]
-        begin(acc_state, carried, plan.interpret)
-        plgpu.wgmma(acc_state, left_operand(fading, memory.left[1]), k)
-        read = accumulated(acc_read, wait_n=2) * by_column(gates.at[first + INTO], TILE)
+        read = accumulated(acc_read, wait_n=1) * by_column(gates.at[first + INTO], TILE)
         decay = decays(gates, first, documents=plan.sizes.rows > DOCUMENT, sign=-1)
-        memory.pairs[...] = (accumulated(acc_pairs, wait_n=1) * decay).astype(dtype)
+        memory.pairs[...] = (accumulated(acc_pairs, wait_n=0) * decay).astype(dtype)
         plgpu.commit_smem()
+        return values, fading, read
+
+    square, wide = plgpu.ACC((TILE, CHUNK), f32), plgpu.ACC((TILE, plan.sizes.key_dim), f32)
+    values, fading, read = pl.run_scoped(read_and_pair, square, square)
+
+    def add(acc_o, acc_state):
+        carried = state * gates[first + INTO, CHUNK - 1]
         begin(acc_o, read, plan.interpret)
-        plgpu.wgmma(acc_o, left_operand(values, memory.left[2]), memory.pairs)
-        after = finish(acc_state, carried, plan.interpret, wait_n=1)
-        o = finish(acc_o, read, plan.interpret)
+        begin(acc_state, carried, plan.interpret)
+        plgpu.wgmma(acc_o, left_operand(values, memory.left[1]), memory.pairs)
+        plgpu.wgmma(acc_state, left_operand(fading, memory.left[2]), k)
+        o = finish(acc_o, read, plan.interpret, wait_n=1)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         memory.o.T[...] = plgpu.layout_cast(o.astype(dtype), TRANSPOSED)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(memory.o, put_o)
-        return after
+        return finish(acc_state, carried, plan.interpret)
 
-    square, wide = plgpu.ACC((TILE, CHUNK), f32), plgpu.ACC((TILE, plan.sizes.key_dim), f32)
-    return pl.run_scoped(products, square, square, wide, square)
+    return pl.run_scoped(add, square, wide)
 
 
 def walk(q, k, u, gates, initial, plan: Plan):
