@@ -24,29 +24,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from efla_jax.kernels.delta_rule_reverse import (
-    CHUNK,
-    ERASE,
-    GATES,
-    INTO,
-    MASKED,
-    OUT,
-    PARAMETERS,
-    SUM,
-    TILE,
-    WGMMA,
-    ReverseConfig,
-    Sizes,
-    accumulated,
-    along_rows,
-    by_column,
-    by_row,
-    index,
-    per_row,
-    reverse,
-    shared,
-    transposed,
-)
+from efla_jax.kernels.delta_rule_reverse import CHUNK, ERASE, GATES, INTO, OUT, SUM, TILE, ReverseConfig, Sizes, reverse
+from efla_jax.kernels.mosaic import MASKED, WGMMA, accumulated, by_column, by_row, index, parameters, shared, transposed
 
 DIMENSIONS = (64, 128)  # of keys and of values: two tiles, one a warpgroup
 SUMS = 6  # vectors of one warpgroup, in this order; the last is over rows of the state, the others over tokens
@@ -76,6 +55,11 @@ class Memory(NamedTuple):
     summed: Any
 
 
+def per_row(vector) -> jax.Array:
+    """A vector in shared memory, one entry for each row of a matrix."""
+    return plgpu.load(vector, layout=WGMMA.reduce(1), optimized=False)
+
+
 def product(terms, shape=(CHUNK, CHUNK)) -> jax.Array:
     """Sum of the products of the pairs of tiles, float32 [64, 64]."""
 
@@ -92,7 +76,7 @@ def write_written(memory: Memory, tile) -> None:
     dtype = memory.u.dtype
     k, starts = memory.keys.at[1], memory.starts.at[tile]
     known = product([(starts.at[i], k.at[i].T) for i in range(k.shape[0])])
-    missing = transposed(memory.u.at[tile]).astype(jnp.float32) - known * by_column(memory.gates.at[ERASE])
+    missing = transposed(memory.u.at[tile]).astype(jnp.float32) - known * by_column(memory.gates.at[ERASE], CHUNK)
     room = memory.pairs.at[tile]
     room[...] = missing.astype(dtype)
     plgpu.commit_smem()
@@ -112,12 +96,12 @@ def write_pairs(memory: Memory, group, documents: bool) -> None:
         row, column = index(CHUNK, CHUNK, 0), index(CHUNK, CHUNK, 1)
         seen = column + group <= row  # a has no diagonal
         if documents:
-            seen &= by_column(memory.vectors.at[1]) == by_row(memory.vectors.at[1])
-        exponent = by_row(memory.gates.at[SUM]) - by_column(memory.gates.at[SUM])
+            seen &= by_column(memory.vectors.at[1], CHUNK) == by_row(memory.vectors.at[1], CHUNK)
+        exponent = by_row(memory.gates.at[SUM], CHUNK) - by_column(memory.gates.at[SUM], CHUNK)
         decay = jnp.exp(jnp.where(seen, exponent, MASKED))
         is_a = lax.convert_element_type(group, jnp.float32)
         pairs = accumulated(acc_values, wait_n=0) * (decay * (1.0 - 2.0 * is_a))
-        erase = along_rows(per_row(memory.vectors.at[0]) * is_a + (1.0 - is_a))
+        erase = lax.broadcast_in_dim(per_row(memory.vectors.at[0]) * is_a + (1.0 - is_a), (CHUNK, CHUNK), (0,))
         mixed = jnp.where(column < row, pairs * accumulated(acc_keys, wait_n=0), 0.0)
         return pairs * erase, mixed, mixed * erase
 
@@ -157,14 +141,14 @@ def keys_gradients(memory: Memory, tile, group) -> tuple[jax.Array, jax.Array]:
             plgpu.wgmma(acc_kept, memory.written.at[i].T, end)
         both = sum(load(start) * load(end) for start, end in column)
         sums.at[STATE][...] = jnp.sum(both, axis=1)
-        read = accumulated(acc_read, wait_n=2 * count) * by_row(memory.gates.at[INTO])
+        read = accumulated(acc_read, wait_n=2 * count) * by_row(memory.gates.at[INTO], CHUNK)
         sums.at[READ][...] = jnp.sum(load(q) * read, axis=1)
         keys = load(k)
-        erased = accumulated(acc_erased, wait_n=count) * by_row(memory.gates.at[INTO])
+        erased = accumulated(acc_erased, wait_n=count) * by_row(memory.gates.at[INTO], CHUNK)
         sums.at[SEEN][...] = jnp.sum(keys * erased, axis=1)
-        kept = accumulated(acc_kept, wait_n=0) * by_row(memory.gates.at[OUT])
+        kept = accumulated(acc_kept, wait_n=0) * by_row(memory.gates.at[OUT], CHUNK)
         sums.at[LEFT][...] = jnp.sum(keys * kept, axis=1)
-        return read, kept - erased * by_row(memory.vectors.at[0])
+        return read, kept - erased * by_row(memory.vectors.at[0], CHUNK)
 
     load = lambda ref: plgpu.load(ref, layout=WGMMA, optimized=False).astype(jnp.float32)  # noqa: E731
     read, kept = pl.run_scoped(states, *(plgpu.ACC((CHUNK, TILE), jnp.float32),) * 3)
@@ -197,8 +181,8 @@ def gate_gradients(memory: Memory, tiles: int) -> None:
     memory.results.at[2][...] = total(LEFT, tiles)
     plgpu.commit_smem()
     row, column = index(CHUNK, CHUNK, 0), index(CHUNK, CHUNK, 1)
-    state = sum(by_column(memory.sums.at[g, STATE]) for g in range(tiles)) * memory.gates[INTO, CHUNK - 1]
-    terms = jnp.where(column >= row, by_column(memory.results.at[0]), by_column(memory.results.at[2]))
+    state = sum(by_column(memory.sums.at[g, STATE], CHUNK) for g in range(tiles)) * memory.gates[INTO, CHUNK - 1]
+    terms = jnp.where(column >= row, by_column(memory.results.at[0], CHUNK), by_column(memory.results.at[2], CHUNK))
     sums = jnp.sum(terms + state, axis=1)
     plgpu.commit_smem()  # every warp has read `onward`
     memory.results.at[0][...] = sums
@@ -333,7 +317,7 @@ def gradients(x: Inputs, sizes: Sizes, *, interpret=None) -> tuple:
         grid_names=("program",),
         num_threads=2,
         thread_name="warpgroup",
-        compiler_params=PARAMETERS,
+        compiler_params=parameters(True),
         interpret=interpret,
     )(*arrays)
 

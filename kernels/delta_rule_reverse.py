@@ -8,10 +8,14 @@ forward saved is the inverse (I + A)^-1 and the gate vectors (e in, -, in, out, 
 
 A program has a row and 64 columns of V per compute warpgroup; one more warpgroup only issues loads. The cotangent is
 kept transposed, D^T [64, K] float32, in registers: D^T, dO^T, dW^T and dP^T are then always a wgmma's left operand.
-Mosaic's interpreter knows neither a left operand in registers nor a store into an accumulator: `buffer` and `fresh`.
+Where rows are too few to occupy the GPU, the time is cut into parts that are walked at once. A part is an affine map of
+its cotangent, D^T -> D^T M + Z: a walk from D = 0 with dO gives Z, one from the rows of the identity without dO gives
+M, a few small products the cotangent behind each part, and the walk proper starts there.
 """
 
 import dataclasses
+import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -20,23 +24,27 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from efla_jax.kernels.mosaic import (
+    MASKED,
+    TRANSPOSED,
+    WGMMA,
+    accumulated,
+    begin,
+    by_column,
+    by_row,
+    finish,
+    index,
+    left_operand,
+    parameters,
+    shared,
+    tiled,
+    transposed,
+)
+
 CHUNK = 64
 TILE = 64  # columns of K or V of one tile in shared memory: 128 bytes, the widest swizzle
 GATES = 5  # rows of the saved gate vectors
 ERASE, INTO, OUT, SUM = 0, 2, 3, 4  # e in; in; out; G (row 1 is the forward's own)
-MASKED = -1e30  # instead of a difference of log decays that must not be seen: its exponential is 0
-WGMMA, TRANSPOSED = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_TRANSPOSED
-PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True)
-accumulated = plgpu.wgmma_accumulator_load  # (acc, wait_n=n): its value once at most n later products are in flight
-
-
-@dataclasses.dataclass(frozen=True)
-class ReverseConfig:
-    """How the reverse walk is laid out: chunks whose loads are in flight, and compute warpgroups (64 columns of V each)
-    that share them."""
-
-    stages: int = 2
-    groups: int = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,70 +75,86 @@ class Sizes:
         return lax.div(head, self.heads // self.key_heads)
 
 
-def tiled(columns: int, dtype) -> tuple:
-    """Transforms of a shared-memory array whose last axis has this many columns: what TMA and wgmma agree on."""
-    size = jnp.dtype(dtype).itemsize
-    swizzle = plgpu.find_swizzle(columns * size * 8)
-    return plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
+@dataclasses.dataclass(frozen=True)
+class ReverseConfig:
+    """How the reverse walk runs.
+
+    stages: chunks whose loads are in flight. parts: those of the time that are walked at once, or None to choose by the
+    rest: walk and summary, microseconds that a chunk takes a program with one and with two compute warpgroups of 64
+    columns each; combine, those of the product that takes a cotangent over a part; multiprocessors of the GPU, each of
+    which holds one program at a time."""
+
+    stages: int = 2
+    parts: int | None = None
+    walk: tuple[float, float] = (2.6, 3.5)
+    summary: tuple[float, float] = (2.2, 3.0)
+    combine: float = 6.0
+    multiprocessors: int = 132
 
 
-def shared(*shape: int, dtype) -> Any:
-    return plgpu.SMEM(shape, dtype, transforms=tiled(min(shape[-1], TILE), dtype))
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How one walk is laid out: compute warpgroups of a program, which share q, k and the inverse; chunks whose loads
+    are in flight; parts of the time; whether it summarises the parts (all but the first) instead of walking them."""
+
+    sizes: Sizes
+    groups: int
+    stages: int
+    parts: int
+    summary: bool = False
+
+    @property
+    def columns(self) -> int:  # of the scores, made by one warpgroup
+        return CHUNK // self.groups
+
+    @property
+    def tile(self) -> int:  # columns of V of a program
+        return TILE * self.groups
+
+    @property
+    def tiles(self) -> int:  # of V, and in a summary of K behind them
+        return (self.sizes.value_dim + self.summary * self.sizes.key_dim) // self.tile
+
+    @property
+    def steps(self) -> int:
+        return self.sizes.chunks // self.parts
+
+    @property
+    def programs(self) -> int:
+        return self.sizes.batch * self.sizes.heads * (self.parts - self.summary) * self.tiles
 
 
-def per_column(vector) -> jax.Array:
-    return plgpu.load(vector, layout=WGMMA.reduce(0), optimized=False)
+def plans(config: ReverseConfig, sizes: Sizes) -> tuple[Plan, Plan | None]:
+    """The walk expected to end first, and the summary that it needs if it has several parts."""
+
+    def layout(groups: int, parts: int) -> tuple[Plan, Plan | None]:
+        walk = Plan(sizes, groups, config.stages, parts)
+        if parts == 1:
+            return walk, None
+        return walk, Plan(sizes, math.gcd(groups, sizes.key_tiles), config.stages, parts, summary=True)
+
+    def microseconds(pair: tuple[Plan, Plan | None]) -> float:
+        total = 0.0
+        for plan, cost in zip(pair, (config.walk, config.summary), strict=True):
+            if plan is not None:
+                waves = -(-plan.programs // config.multiprocessors)
+                total += plan.steps * cost[plan.groups - 1] * waves + plan.summary * plan.parts * config.combine
+        return total
+
+    parts = range(1, 65) if config.parts is None else (config.parts,)
+    groups = [groups for groups in (2, 1) if sizes.value_tiles % groups == 0]
+    return min((layout(g, p) for p in parts if sizes.chunks % p == 0 for g in groups), key=microseconds)
 
 
-def per_row(vector) -> jax.Array:
-    return plgpu.load(vector, layout=WGMMA.reduce(1), optimized=False)
+class Memory(NamedTuple):
+    """Shared memory of a program beside the loads; the buffers are the interpreter's, du and ends no summary's."""
 
-
-def by_column(vector, rows: int = CHUNK) -> jax.Array:
-    """A vector [n] in shared memory as [rows, n], the same in every row."""
-    x = per_column(vector)
-    return lax.broadcast_in_dim(x, (rows, x.shape[0]), (1,))
-
-
-def by_row(vector, columns: int = CHUNK) -> jax.Array:
-    """A vector [n] in shared memory as [n, columns], the same in every column."""
-    return along_rows(per_row(vector), columns)
-
-
-def along_rows(x: jax.Array, columns: int = CHUNK) -> jax.Array:
-    return lax.broadcast_in_dim(x, (x.shape[0], columns), (0,))
-
-
-def index(rows: int, columns: int, axis: int) -> jax.Array:
-    return plgpu.broadcasted_iota(jnp.int32, (rows, columns), axis, layout=WGMMA)
-
-
-def transposed(ref) -> jax.Array:
-    """A 16-bit tile [m, n] in shared memory as [n, m] in the layout of wgmma."""
-    return plgpu.layout_cast(plgpu.load(ref.T, layout=TRANSPOSED, optimized=False), WGMMA)
-
-
-def left_operand(x, buffer):
-    """x as the left operand of a wgmma: itself, or for the interpreter, which has a `buffer`, a copy in it."""
-    if buffer is None:
-        return x
-    buffer[...] = x
-    plgpu.commit_smem()
-    return buffer
-
-
-# ---- reverse ------------------------------------------------------------------------------------------------------
-
-
-class ReverseMemory(NamedTuple):
-    """Shared memory of one program of `reverse` beside the loads; the buffers are the interpreter's."""
-
-    du: Any  # [groups, C, 64]
-    ends: Any  # [groups, 64, K]
     scores: Any  # [2, groups, C, C // groups]
     scored: Any  # barrier
-    end_buffer: Any = None  # [groups, 64, K]
-    value_buffers: Any = None  # [4, groups, 64, C]
+    du: Any  # [groups, C, 64]
+    ends: Any  # [groups, 64, K]
+    end_buffer: Any  # [groups, 64, K]
+    value_buffers: Any  # [4, groups, 64, C]
 
 
 class Loads(NamedTuple):
@@ -144,163 +168,199 @@ class Loads(NamedTuple):
     document: Any = None  # [C]
 
 
+class Place(NamedTuple):
+    """Where a warpgroup works; the one that loads has no rows of its own."""
+
+    b: Any
+    h: Any
+    part: Any  # of the time
+    tile: Any  # of the rows of D^T: of the columns of V, in a summary of K behind them
+    group: Any
+    first: Any  # its first row of D^T
+
+
 def decayed_scores(product, x: Loads, first, columns: int) -> jax.Array:
     """R . Q K^T [C, columns] from the product, for the keys from `first` on."""
     shape = CHUNK, columns
     here = pl.ds(first, columns)
     seen = index(*shape, 1) + first <= index(*shape, 0)
     if x.document is not None:
-        seen &= by_column(x.document.at[here]) == by_row(x.document, columns)
-    exponent = by_row(x.gates.at[SUM], columns) - by_column(x.gates.at[SUM, here])
+        seen &= by_column(x.document.at[here], CHUNK) == by_row(x.document, columns)
+    exponent = by_row(x.gates.at[SUM], columns) - by_column(x.gates.at[SUM, here], CHUNK)
     return product * jnp.exp(jnp.where(seen, exponent, MASKED))
 
 
-def reverse_chunk(memory: ReverseMemory, x: Loads, end, step, group, groups: int, put_end, put_du) -> jax.Array:
+def reverse_chunk(plan: Plan, memory: Memory, x: Loads, end, step, place: Place, put_end, put_du) -> jax.Array:
     """One chunk of one compute warpgroup: D^T [64, K] at its end -> at its start; D and dU go out by put_*.
 
     Products in flight, oldest first: K D, scores; dW (one per warpgroup), Q^T dO; dP; K^T dP. A wait names how many may
     stay behind."""
-    dtype, columns = x.k.dtype, CHUNK // groups
-    gate = lambda i: by_column(x.gates.at[i])  # noqa: E731
-    buffers = (None,) * 4 if memory.value_buffers is None else [memory.value_buffers.at[i, group] for i in range(4)]
+    dtype, columns, group = x.k.dtype, plan.columns, place.group
+    gate = lambda i: by_column(x.gates.at[i], TILE)  # noqa: E731
+    interpreted = memory.end_buffer  # None on a device
+    end_buffer = None if interpreted is None else memory.end_buffer.at[group]
+    buffers = [None if interpreted is None else memory.value_buffers.at[i, group] for i in range(4)]
 
-    def run(acc_end, acc_scores, acc_new, acc_p, acc_state, *fresh):
+    def run(acc_end, acc_scores, acc_new, acc_p, acc_state):
         narrow = end.astype(dtype)
-        plgpu.wgmma(acc_end, left_operand(narrow, memory.end_buffer), x.k.T)
+        plgpu.wgmma(acc_end, left_operand(narrow, end_buffer), x.k.T)
         plgpu.wgmma(acc_scores, x.q, x.k.at[pl.ds(group * columns, columns)].T)
         put_end(narrow)
         d_o = transposed(x.d_o.at[:, pl.ds(group * TILE, TILE)])
+        if plan.summary:
+            d_o = jnp.where(place.first < plan.sizes.value_dim, d_o.astype(jnp.float32), 0.0).astype(dtype)
         known = accumulated(acc_end, wait_n=1) * gate(OUT)
         kept = end * x.gates[INTO, CHUNK - 1]
         scores = memory.scores.at[lax.rem(step, 2)]
         scores[group] = decayed_scores(accumulated(acc_scores, wait_n=0), x, group * columns, columns).astype(dtype)
         plgpu.commit_smem()
         plgpu.barrier_arrive(memory.scored)
-        if not fresh:
-            acc_new[...] = known
-            acc_state[...] = kept
+        begin(acc_new, known, interpreted)
+        begin(acc_state, kept, interpreted)
         read = (d_o.astype(jnp.float32) * gate(INTO)).astype(dtype)
         d_o = left_operand(d_o, buffers[0])
         plgpu.barrier_wait(memory.scored)
-        for part in range(groups):
+        for part in range(plan.groups):
             plgpu.wgmma(acc_new.at[:, pl.ds(part * columns, columns)], d_o, scores.at[part])
         plgpu.wgmma(acc_state, left_operand(read, buffers[1]), x.q)
-        d_w = accumulated(acc_new, wait_n=1)
-        d_w = d_w + known if fresh else d_w
+        d_w = finish(acc_new, known, interpreted, wait_n=1)
         plgpu.wgmma(acc_p, left_operand(d_w.astype(dtype), buffers[2]), x.inverse)
         d_p = accumulated(acc_p, wait_n=0)
         plgpu.wgmma(acc_state, left_operand((d_p * -gate(ERASE)).astype(dtype), buffers[3]), x.k)
         put_du(d_p.astype(dtype))
-        start = accumulated(acc_state, wait_n=0)
-        return start + kept if fresh else start
+        return finish(acc_state, kept, interpreted)
 
     shape = TILE, CHUNK
     sizes = shape, (CHUNK, columns), shape, shape, (TILE, x.k.shape[1])
-    fresh = (sizes[0],) if memory.end_buffer is not None else ()  # the interpreter cannot store into an accumulator
-    return pl.run_scoped(run, *(plgpu.ACC(size, jnp.float32) for size in (*sizes, *fresh)))
+    return pl.run_scoped(run, *(plgpu.ACC(size, jnp.float32) for size in sizes))
+
+
+def pipeline_of(plan: Plan, place: Place, dtype, step, compute):
+    """The loads of a part's chunks, last chunk first, and the walk over them."""
+    last = place.part * plan.steps + plan.steps - 1
+    tile = lax.min(place.tile, plan.sizes.value_dim // plan.tile - 1)  # columns of K have no dO
+
+    def rows(columns: int, column=0):
+        return plgpu.BlockSpec((CHUNK, columns), lambda i: (last - i, column), transforms=tiled(TILE, dtype))
+
+    return plgpu.emit_pipeline_warp_specialized(
+        step,
+        grid=(plan.steps,),
+        memory_registers=40,
+        max_concurrent_steps=plan.stages,
+        wg_axis="warpgroup",
+        num_compute_wgs=plan.groups,
+        compute_context=compute,
+        in_specs=[
+            *(rows(plan.sizes.key_dim),) * 2,
+            rows(plan.tile, tile),
+            rows(CHUNK),
+            plgpu.BlockSpec((GATES, CHUNK), lambda i: (last - i, 0)),
+            *(plgpu.BlockSpec((CHUNK,), lambda i: (last - i,)),) * plan.sizes.documents,
+        ],
+    )
+
+
+def here(plan: Plan) -> Place:
+    program, group = lax.axis_index("program"), lax.axis_index("warpgroup")
+    rest, tile = lax.div(program, plan.tiles), lax.rem(program, plan.tiles)
+    row, part = lax.div(rest, plan.parts - plan.summary), lax.rem(rest, plan.parts - plan.summary)
+    b, h = lax.div(row, plan.sizes.heads), lax.rem(row, plan.sizes.heads)
+    return Place(b, h, part + int(plan.summary), tile, group, tile * plan.tile + group * TILE)
+
+
+def walk_part(plan: Plan, q, k, d_o, inverse, gates, *refs) -> None:
+    """The program of `walk` and `summarise`: refs are documents if any, the cotangents behind the parts and du and the
+    chunks' ends (not of a summary), the result of a part, and the scratch."""
+    documents, rest = refs[: plan.sizes.documents], list(refs[plan.sizes.documents :])
+    behind, du, ends = (None, None, None) if plan.summary else (rest.pop(0), rest.pop(0), rest.pop(0))
+    result, scores, scored = rest.pop(0), rest.pop(0), rest.pop(0)
+    stores = (None, None) if plan.summary else (rest.pop(0), rest.pop(0))
+    memory, place = Memory(scores, scored, *stores, *(rest or (None, None))), here(plan)
+    b, h, part, _, group, first = place
+    rows = pl.ds(first, TILE)
+
+    def step(indices, *loads_and_end):
+        *loads, end = loads_and_end
+        chunk = part * plan.steps + plan.steps - 1 - indices[0]
+
+        def put_end(x):  # one store may be on its way: the other kind's, issued after this buffer's last
+            if ends is not None:
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                memory.ends[group] = x
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(memory.ends.at[group], ends.at[b, h, chunk, rows])
+
+        def put_du(x):
+            if du is not None:
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                memory.du.at[group].T[...] = plgpu.layout_cast(x, TRANSPOSED)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(memory.du.at[group], du.at[b, pl.ds(chunk * CHUNK, CHUNK), h, rows])
+
+        return reverse_chunk(plan, memory, Loads(*loads), end, indices[0], place, put_end, put_du)
+
+    def compute(pipeline):
+        if plan.summary:  # zero for columns of V, rows of the identity for those of K
+            shape = TILE, plan.sizes.key_dim
+            end = (index(*shape, 0) + (first - plan.sizes.value_dim) == index(*shape, 1)).astype(jnp.float32)
+        else:
+            end = plgpu.load(behind.at[b, h, part, rows], layout=WGMMA, optimized=False)
+        result[b, h, part - int(plan.summary), rows] = pipeline(end)
+        plgpu.wait_smem_to_gmem(0)
+
+    g = plan.sizes.key_head(h)
+    sources = q.at[b, :, g], k.at[b, :, g], d_o.at[b, :, h], inverse.at[b, h], gates.at[b, h]
+    pipeline_of(plan, place, k.dtype, step, compute)(*sources, *(x.at[b] for x in documents))
+
+
+def launch(plan: Plan, arguments: tuple, behind: tuple, interpret) -> tuple:
+    """What the programs of a plan write: du, the ends of the chunks (not a summary) and a part's result."""
+    sizes, (q, k, d_o, inverse, gates, documents) = plan.sizes, arguments
+    dtype, key_dim, groups = k.dtype, sizes.key_dim, plan.groups
+    heads = sizes.batch, sizes.heads
+    results = [((*heads, plan.parts - plan.summary, plan.tiles * plan.tile, key_dim), jnp.float32)]
+    scratch = [shared(2, groups, CHUNK, plan.columns, dtype=dtype), plgpu.Barrier(num_arrivals=groups)]
+    if not plan.summary:
+        results = [(d_o.shape, dtype), ((*heads, sizes.chunks, sizes.value_dim, key_dim), dtype), *results]
+        scratch += [shared(groups, CHUNK, TILE, dtype=dtype), shared(groups, TILE, key_dim, dtype=dtype)]
+    if interpret is not None:
+        scratch += [shared(groups, TILE, key_dim, dtype=dtype), shared(4, groups, TILE, CHUNK, dtype=dtype)]
+    return plgpu.kernel(
+        functools.partial(walk_part, plan),
+        out_type=tuple(jax.ShapeDtypeStruct(*result) for result in results),
+        scratch_types=scratch,
+        grid=(plan.programs,),
+        grid_names=("program",),
+        num_threads=groups + 1,
+        thread_name="warpgroup",
+        compiler_params=parameters(True),
+        interpret=interpret,
+    )(
+        *(q, k, d_o, inverse, gates.reshape(*heads, sizes.chunks * GATES, CHUNK)),
+        *(() if documents is None else (documents,)),
+        *behind,
+    )
+
+
+def behind_parts(summary: jax.Array, last: jax.Array) -> jax.Array:
+    """Cotangents behind each part [B, H, parts, V, K] from the summaries [B, H, parts - 1, V + K, K] of all but the
+    first (Z and below it M) and the cotangent behind the last [B, H, V, K]."""
+    value_dim = last.shape[2]
+    found = [last]
+    for part in reversed(range(summary.shape[2])):
+        added, map_ = summary[:, :, part, :value_dim], summary[:, :, part, value_dim:]
+        found.append(jnp.einsum("bhvi,bhij->bhvj", found[-1], map_, precision=lax.Precision.HIGHEST) + added)
+    return jnp.stack(found[::-1], axis=2)
 
 
 def reverse(q, k, inverse, gates, documents, d_o, d_final, *, sizes: Sizes, config: ReverseConfig, interpret=None):
     """(du [B, T, H, V], D [B, H, N, V, K] at every chunk's end, d_initial [B, H, V, K] float32); arguments as in
     `backward`."""
-    dtype = k.dtype
-    groups = min(config.groups, sizes.value_tiles)
-    width, tiles, last = TILE * groups, sizes.value_tiles // groups, sizes.chunks - 1
-    columns = CHUNK // groups
-
-    def body(q_gmem, k_gmem, do_gmem, inverse_gmem, gates_gmem, *refs):
-        document_gmem, (final_gmem, du_gmem, ends_gmem, initial_gmem, *scratch) = (
-            refs[: sizes.documents],
-            refs[sizes.documents :],
-        )
-        program, group = lax.axis_index("program"), lax.axis_index("warpgroup")
-        row, tile = lax.div(program, tiles), lax.rem(program, tiles)
-        b, h = lax.div(row, sizes.heads), lax.rem(row, sizes.heads)
-        g = sizes.key_head(h)
-        place = pl.ds(tile * width + group * TILE, TILE)
-        memory = ReverseMemory(*scratch)
-        if memory.end_buffer is not None:
-            memory = memory._replace(end_buffer=memory.end_buffer.at[group])
-
-        def step(indices, *loads_and_end):
-            *loads, end = loads_and_end
-            chunk = last - indices[0]
-
-            def put_end(x):  # one store may be on its way: the other kind's, issued after this buffer's last
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                memory.ends[group] = x
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(memory.ends.at[group], ends_gmem.at[b, h, chunk, place])
-
-            def put_du(x):
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                memory.du.at[group].T[...] = plgpu.layout_cast(x, TRANSPOSED)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(memory.du.at[group], du_gmem.at[b, pl.ds(chunk * CHUNK, CHUNK), h, place])
-
-            return reverse_chunk(memory, Loads(*loads), end, indices[0], group, groups, put_end, put_du)
-
-        def compute(pipeline):
-            end = plgpu.load(final_gmem.at[b, h, place], layout=WGMMA, optimized=False)
-            initial_gmem[b, h, place] = pipeline(end)
-            plgpu.wait_smem_to_gmem(0)
-
-        def rows(columns: int, column=0):
-            return plgpu.BlockSpec((CHUNK, columns), lambda i: (last - i, column), transforms=tiled(TILE, dtype))
-
-        vector = plgpu.BlockSpec((CHUNK,), lambda i: (last - i,))
-        plgpu.emit_pipeline_warp_specialized(
-            step,
-            grid=(sizes.chunks,),
-            memory_registers=40,
-            max_concurrent_steps=config.stages,
-            wg_axis="warpgroup",
-            num_compute_wgs=groups,
-            compute_context=compute,
-            in_specs=[
-                *(rows(sizes.key_dim),) * 2,
-                rows(width, tile),
-                rows(CHUNK),
-                plgpu.BlockSpec((GATES, CHUNK), lambda i: (last - i, 0)),
-                *(vector,) * sizes.documents,
-            ],
-        )(
-            q_gmem.at[b, :, g],
-            k_gmem.at[b, :, g],
-            do_gmem.at[b, :, h],
-            inverse_gmem.at[b, h],
-            gates_gmem.at[b, h],
-            *(x.at[b] for x in document_gmem),
-        )
-
-    scratch = [
-        shared(groups, CHUNK, TILE, dtype=dtype),
-        shared(groups, TILE, sizes.key_dim, dtype=dtype),
-        shared(2, groups, CHUNK, columns, dtype=dtype),
-        plgpu.Barrier(num_arrivals=groups),
-    ]
-    if interpret is not None:
-        scratch += [shared(groups, TILE, sizes.key_dim, dtype=dtype), shared(4, groups, TILE, CHUNK, dtype=dtype)]
-    return plgpu.kernel(
-        body,
-        out_type=(
-            jax.ShapeDtypeStruct(d_o.shape, dtype),
-            jax.ShapeDtypeStruct((sizes.batch, sizes.heads, sizes.chunks, sizes.value_dim, sizes.key_dim), dtype),
-            jax.ShapeDtypeStruct(d_final.shape, jnp.float32),
-        ),
-        scratch_types=scratch,
-        grid=(sizes.batch * sizes.heads * tiles,),
-        grid_names=("program",),
-        num_threads=groups + 1,
-        thread_name="warpgroup",
-        compiler_params=PARAMETERS,
-        interpret=interpret,
-    )(
-        q,
-        k,
-        d_o,
-        inverse,
-        gates.reshape(sizes.batch, sizes.heads, sizes.chunks * GATES, CHUNK),
-        *(() if documents is None else (documents,)),
-        d_final,
-    )
+    arguments = q, k, d_o, inverse, gates, documents
+    walk, summary = plans(config, sizes)
+    behind = d_final[:, :, None]
+    if summary is not None:
+        behind = behind_parts(launch(summary, arguments, (), interpret)[0], d_final)
+    d_u, ends, starts = launch(walk, arguments, (behind,), interpret)
+    return d_u, ends, starts[:, :, 0]

@@ -11,6 +11,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from efla_jax.kernels import delta_rule_gradients as kernel
+from efla_jax.kernels.delta_rule_reverse import plans
 from efla_jax.ops import chunked
 from tests.cases import CASES, recurrence_case
 from tests.lowering import lower_cuda, mosaic_calls
@@ -145,6 +146,23 @@ def test_an_empty_document_changes_nothing_and_repetition_is_bitwise():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("documents", [(), (5, 40)], ids=["one document", "documents"])
+def test_parts_of_the_time_walked_at_once(documents):
+    shape = dict(SMALL, key_heads=1, heads=1, value_dim=64)
+    x, cotangents = recurrence_case("random", jnp.bfloat16, **shape)
+    starts = starts_at(shape, *documents)
+    whole, parts = (by_kernel(x, starts, cotangents, kernel.ReverseConfig(parts=parts)) for parts in (1, 2))
+    for name, a, b in zip(NAMES, whole, parts, strict=True):  # the cotangent between the parts is rounded differently
+        assert relative_rms(b, a) < FLOOR, name
+    assert any(np.any(a != b) for a, b in zip(whole, parts, strict=True))
+
+
+@pytest.mark.parametrize("batch, time, parts", [(16, 2048, 1), (1, 32768, 8), (1, 131072, 8), (1, 64, 1)])
+def test_few_rows_are_walked_in_parts(batch, time, parts):
+    walk, summary = plans(kernel.ReverseConfig(), kernel.Sizes(batch, time, 16, 16, 128, 128, False))
+    assert (walk.parts, summary is None) == (parts, parts == 1)
+
+
 def avals(batch, time, key_heads, heads, key_dim, value_dim, documents, dtype=jnp.bfloat16):
     """Arguments of `backward` as shapes."""
     sds, f32 = jax.ShapeDtypeStruct, jnp.float32
@@ -161,11 +179,12 @@ def avals(batch, time, key_heads, heads, key_dim, value_dim, documents, dtype=jn
 
 @pytest.mark.parametrize(
     "shape",
-    [(16, 2048, 16, 16, 128, 128, False), (2, 256, 2, 4, 64, 128, True), (1, 64, 1, 1, 128, 64, True)],
+    [(16, 2048, 16, 16, 128, 128, False), (2, 32768, 2, 4, 64, 128, True), (1, 64, 1, 1, 128, 64, True)],
     ids=str,
 )
 def test_lowers_for_cuda(shape):
-    assert mosaic_calls(lower_cuda(kernel.backward, *avals(*shape))) == 2
+    in_parts = shape[1] > 2048
+    assert mosaic_calls(lower_cuda(kernel.backward, *avals(*shape))) == 2 + in_parts
 
 
 def test_lowers_for_cuda_in_float16():
