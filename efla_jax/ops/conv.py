@@ -1,5 +1,7 @@
 """Short causal convolution, one filter per channel: what mixers put before their recurrence."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -37,14 +39,14 @@ def causal_conv(
     ([1.0, 12.0, 23.0], [[[3.0]]])
     """
     taps = check_arguments(x, weight, bias, initial_state, segment_ids)
-    if initial_state is None:
-        initial_state = jnp.zeros((x.shape[0], taps - 1, x.shape[2]), x.dtype)
+    state = jnp.zeros((x.shape[0], taps - 1, x.shape[2]), x.dtype) if initial_state is None else initial_state
     legends, results = ("BTD", "WD", "D", "BPD", "BT"), ("BTD", "BPD")
     if segment_ids is None:
-        return sharded(without_documents, (x, weight, bias, initial_state), legends[:4], results)
+        return sharded(without_documents, (x, weight, bias, state), legends[:4], results)
     real, _, document = segments(segment_ids)
     x, document = mask_padding(real, x), jnp.where(real, document, -1)
-    y, state = sharded(with_documents, (x, weight, bias, initial_state, document), legends, results)
+    local = functools.partial(with_documents, initial_state is None)
+    y, state = sharded(local, (x, weight, bias, state, document), legends, results)
     return mask_padding(real, y), state
 
 
@@ -77,8 +79,9 @@ def without_documents(context, x, weight, bias, state) -> tuple[jax.Array, jax.A
     return y.astype(x.dtype), seen[:, seen.shape[1] - state.shape[1] :].astype(state.dtype)
 
 
-def with_documents(context, x, weight, bias, state, document) -> tuple[jax.Array, jax.Array]:
-    """The same where `document` [B, T] numbers the documents of all parts: 0 is the state's, -1 is padding."""
+def with_documents(fresh, context, x, weight, bias, state, document) -> tuple[jax.Array, jax.Array]:
+    """The same where `document` [B, T] numbers the documents of all parts: 0 is the state's, -1 is padding. fresh: the
+    state is of no token."""
     count = state.shape[1]
     tail, owners = latest(x, document, min(count, x.shape[1]))
     seen = joined(state, gathered(tail, context))
@@ -88,10 +91,60 @@ def with_documents(context, x, weight, bias, state, document) -> tuple[jax.Array
         earlier = jnp.arange(seen.shape[1]) < count + part(context) * tail.shape[1]
         before, owner = latest(seen, jnp.where(earlier, owners, -1), count)
     order, inverse = real_first(document >= 0)
-    inputs = joined(before, permute_time(x, order, inverse))
-    owner = jnp.concatenate([owner, jnp.take_along_axis(document, order, axis=1)], axis=1)
-    y = permute_time(filtered(inputs, weight, bias, owner).astype(x.dtype), inverse, order)
-    return y, latest(seen, owners, count)[0].astype(state.dtype)
+    y = filtered_documents(x, weight, bias, order, inverse, document)
+    if not fresh or context is not None:
+        first = order[:, :count]  # of the tokens that may read inputs of before
+        own = jnp.concatenate([owner, jnp.take_along_axis(document, first, axis=1)], axis=1)
+        inputs = jnp.pad(before, ((0, 0), (0, first.shape[1]), (0, 0)))
+        read = filtered(inputs, weight, None, own)
+        y += permute_time(jnp.pad(read, ((0, 0), (0, x.shape[1] - read.shape[1]), (0, 0))), inverse, order)
+    return y.astype(x.dtype), latest(seen, owners, count)[0].astype(state.dtype)
+
+
+def neighbours(x: jax.Array, lag: int, order: jax.Array, inverse: jax.Array, document: jax.Array) -> jax.Array:
+    """x [B, T, D] in float32 at the real token `lag` before each one (behind, if negative), 0 where the document has
+    none. Read where it stands: a permutation of the real tokens to the front would write x once more."""
+    if lag == 0:
+        return x.astype(jnp.float32)
+    place = inverse - lag
+    index = jnp.take_along_axis(order, jnp.clip(place, 0, x.shape[1] - 1), axis=1)
+    own = (place >= 0) & (place < x.shape[1]) & (jnp.take_along_axis(document, index, axis=1) == document)
+    found = jnp.take_along_axis(x, index[..., None], axis=1, mode="promise_in_bounds")
+    return mask_padding(own, found.astype(jnp.float32))
+
+
+@jax.custom_vjp
+def filtered_documents(x, weight, bias, order, inverse, document) -> jax.Array:
+    """`filtered` within the documents of x [B, T, D] alone. Gradients read the neighbours on the other side; autodiff
+    would scatter."""
+    taps = weight.shape[0]
+    y = jnp.zeros((), jnp.float32) if bias is None else bias.astype(jnp.float32)
+    for j in range(taps):
+        y = y + weight[j].astype(jnp.float32) * neighbours(x, taps - 1 - j, order, inverse, document)
+    return y
+
+
+def _documents_forward(*arguments):
+    return filtered_documents(*arguments), arguments
+
+
+def _documents_backward(saved, cotangent):
+    x, weight, bias, *places = saved
+    taps = weight.shape[0]
+    cotangent = cotangent.astype(x.dtype)  # exact: y is rounded to it
+    d_x = filtered_back(cotangent, weight, places)
+    d_weight = [jnp.sum(cotangent * neighbours(x, taps - 1 - j, *places), axis=(0, 1)) for j in range(taps)]
+    d_bias = None if bias is None else jnp.sum(cotangent, axis=(0, 1)).astype(bias.dtype)
+    return d_x.astype(x.dtype), jnp.stack(d_weight).astype(weight.dtype), d_bias, None, None, None
+
+
+def filtered_back(cotangent: jax.Array, weight: jax.Array, places) -> jax.Array:
+    """The cotangent of x: every token was read by itself and by those behind it."""
+    lags = range(weight.shape[0])
+    return sum(weight[-1 - lag].astype(jnp.float32) * neighbours(cotangent, -lag, *places) for lag in lags)
+
+
+filtered_documents.defvjp(_documents_forward, _documents_backward)
 
 
 def latest(inputs: jax.Array, document: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
