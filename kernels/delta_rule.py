@@ -115,18 +115,18 @@ def forward(
 ) -> tuple:
     """(o [B, T, H, V], final state [B, H, K, V] float32, saved or None); T a multiple of 64 and at least 64.
 
-    q, k [B, T, G, K] and u [B, T, H, V] of one 16-bit dtype; erase, log_decay [B, H, T] float32; documents [B, T]
-    float32, how many documents began inside the chunk up to and including the token, or None; initial_state
-    [B, H, K, V] float32. saved is what the backward needs: (I + A)^-1 [B, H, T, 64] and, per chunk, the gate vectors
-    [B, H, N, 5, 64] float32 and the state at the start [B, H, N, V, K], 16-bit. interpret: Mosaic's parameters."""
-    sizes = mosaic.Sizes.of(k, u)
+    q, k [B, T, G, K] and u [B, T, H, V] of one 16-bit dtype; erase, log_decay [B, H, T] float32, or fewer, each for
+    several of the value heads that read one key head; documents [B, T] float32, how many documents began inside the
+    chunk up to and including the token, or None; initial_state [B, H, K, V] float32. saved is what the backward needs:
+    (I + A)^-1 [B, H, T, 64] and, per chunk, the gate vectors [B, H, N, 5, 64] float32 (for the heads of the gates) and
+    the state at the start [B, H, N, V, K], 16-bit. interpret: Mosaic's parameters."""
+    sizes = mosaic.Sizes.of(k, u, erase)
     plan = plan_for(config, sizes, documents=documents is not None, save=save, interpret=interpret is not None)
     inverse, gates = mosaic.invert(
         k,
         erase,
         log_decay,
         documents,
-        sizes.heads,
         precision=jnp.dtype(config.precision),
         automatic_barriers=config.automatic_barriers,
         interpret=interpret,

@@ -50,7 +50,8 @@ ERASE, DOCUMENT, INTO, OUT, SUM = range(GATES)  # e in; document number; in; out
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of a call: B, T, G, H, K, V; value head h reads key head h // (H // G)."""
+    """Sizes of a call: B, T, G, H, K, V and the heads of the gates; value head h reads key head h // (H // G), and has
+    the gates and the inverse of h // (H // gate_heads)."""
 
     batch: int
     time: int
@@ -58,11 +59,12 @@ class Sizes:
     heads: int
     key_dim: int
     value_dim: int
+    gate_heads: int
 
     @classmethod
-    def of(cls, k: jax.Array, u: jax.Array) -> "Sizes":
+    def of(cls, k: jax.Array, u: jax.Array, erase: jax.Array) -> "Sizes":
         batch, time, key_heads, key_dim = k.shape
-        return cls(batch, time, key_heads, u.shape[2], key_dim, u.shape[3])
+        return cls(batch, time, key_heads, u.shape[2], key_dim, u.shape[3], erase.shape[1])
 
     @property
     def chunks(self) -> int:
@@ -70,6 +72,9 @@ class Sizes:
 
     def key_head(self, head):
         return lax.div(head, self.heads // self.key_heads)
+
+    def gate_head(self, head):
+        return lax.div(head, self.heads // self.gate_heads)
 
 
 def per_row(vector) -> jax.Array:
@@ -174,7 +179,7 @@ class InvertMemory(NamedTuple):
 
 
 def invert(
-    k, erase, log_decay, documents, heads: int, *, precision, automatic_barriers: bool = True, interpret=None
+    k, erase, log_decay, documents, *, precision, automatic_barriers: bool = True, interpret=None
 ) -> tuple[jax.Array, jax.Array]:
     """(I + A)^-1 [B, H, T, C] in the dtype of k and the gate vectors [B, H, N, GATES, C] float32 of every chunk.
 
@@ -182,7 +187,8 @@ def invert(
     is the 16-bit dtype of the products: float16 has the mantissa of TF32, and as long as erase times the square of
     the key's length is at most 2, the entries of every block's inverse are of the order of 1."""
     batch, time, key_heads, key_dim = k.shape
-    sizes = Sizes(batch, time, key_heads, heads, key_dim, 0)
+    heads = erase.shape[1]
+    sizes = Sizes(batch, time, key_heads, heads, key_dim, 0, heads)
     vectors = 2 if documents is None else 3
 
     def delta_rule_invert(k_gmem, *refs):
@@ -451,7 +457,11 @@ def walk_program(plan: Plan, dtype, *refs) -> None:
             rows(CHUNK),
             plgpu.BlockSpec((GATES, CHUNK), lambda i: (first + i, 0)),
         ],
-    )(*(x.at[row, :, place.key_head] for x in (q, k)), u.at[row, :, head], inverse.at[row, head], gates.at[row, head])
+    )(
+        *(x.at[row, :, place.key_head] for x in (q, k)),
+        u.at[row, :, head],
+        *(x.at[row, plan.sizes.gate_head(head)] for x in (inverse, gates)),
+    )
 
 
 def walk(q, k, u, inverse, gates, initial_state, *, plan: Plan, interpret=None) -> tuple:

@@ -99,7 +99,11 @@ def summarise_program(plan: Plan, dtype, *refs) -> None:
             rows(CHUNK),
             plgpu.BlockSpec((GATES, CHUNK), lambda i: (first + i, 0)),
         ],
-    )(k.at[row, :, sizes.key_head(head)], u.at[row, :, head], inverse.at[row, head], gates.at[row, head])
+    )(
+        k.at[row, :, sizes.key_head(head)],
+        u.at[row, :, head],
+        *(x.at[row, sizes.gate_head(head)] for x in (inverse, gates)),
+    )
 
 
 def summarise(k, u, inverse, gates, *, plan: Plan, interpret=None) -> tuple[jax.Array, jax.Array]:

@@ -111,7 +111,7 @@ def test_time_in_parts(monkeypatch):
     """Three chunks walked at once as if after one another; a document begins inside the last but one."""
     monkeypatch.setattr(kernel, "SAFE", kernel.Config(combine=0.0))
     shape, ids = dict(SMALL, time=192, heads=1), documents_at(100, time=192)
-    assert kernel.layout_of(kernel.SAFE, mosaic.Sizes(1, 192, 1, 1, 64, 64)) == (1, 3)
+    assert kernel.layout_of(kernel.SAFE, mosaic.Sizes(1, 192, 1, 1, 64, 64, 1)) == (1, 3)
     arguments, cotangents = recurrence_case("cosine 0.9", jnp.bfloat16, **shape)
     truth, _ = recurrence_and_gradients(arguments, ids, cotangents)
     ids = jnp.asarray(ids)
@@ -120,10 +120,11 @@ def test_time_in_parts(monkeypatch):
 
 
 def test_gradients_through_the_operator(monkeypatch):
-    """Layout, filling up, heads of one key head, padding tokens: autodiff of the whole path."""
+    """Layout, filling up, heads of one key head, values in tiles that share gates, padding tokens: autodiff of the whole
+    path."""
     table = importlib.import_module("efla_jax.ops.delta_rule").TABLE
     monkeypatch.setitem(table, "pallas", functools.partial(pallas.delta_rule, interpret=RACES))
-    arguments, cotangents = recurrence_case("cosine 0.9", jnp.bfloat16, **SMALL)
+    arguments, cotangents = recurrence_case("cosine 0.9", jnp.bfloat16, **{**SMALL, "value_dim": 192})
     ids = jnp.asarray(packed_ids(1, SMALL["time"]))
 
     def run(implementation):
@@ -260,15 +261,15 @@ def test_the_layout_follows_the_number_of_rows():
     config = kernel.Config()
     shapes = {(16, 2048): (2, 1), (4, 8192): (1, 1), (1, 32768): (2, 8), (1, 131072): (2, 8), (1, 2048): (2, 4)}
     for (batch, time), layout in shapes.items():
-        assert kernel.layout_of(config, mosaic.Sizes(batch, time, 16, 16, 128, 128)) == layout, (batch, time)
+        assert kernel.layout_of(config, mosaic.Sizes(batch, time, 16, 16, 128, 128, 16)) == layout, (batch, time)
     for batch, chunks, value_dim in itertools.product((1, 5, 4000), (1, 7, 96), (64, 128, 192)):
-        sizes = mosaic.Sizes(batch, 64 * chunks, 1, 1, 64, value_dim)
+        sizes = mosaic.Sizes(batch, 64 * chunks, 1, 1, 64, value_dim, 1)
         groups, parts = kernel.layout_of(config, sizes)
         assert chunks % parts == 0 and value_dim % (64 * groups) == 0
 
 
 def test_stages_are_those_that_shared_memory_holds():
-    sizes = mosaic.Sizes(16, 2048, 16, 16, 128, 128)
+    sizes = mosaic.Sizes(16, 2048, 16, 16, 128, 128, 16)
     plans = [
         kernel.plan_for(kernel.Config(), sizes, documents=True, save=save, interpret=False) for save in (False, True)
     ]
@@ -278,7 +279,7 @@ def test_stages_are_those_that_shared_memory_holds():
 
 def test_every_program_has_its_own_place():
     """Interpret mode does not catch an index out of range: every program's row, head, part and columns, counted."""
-    sizes = mosaic.Sizes(3, 64 * 6, 2, 4, 64, 256)
+    sizes = mosaic.Sizes(3, 64 * 6, 2, 4, 64, 256, 4)
     plan = mosaic.Plan(sizes, 2, 3, 3, False, True, False, False, False)
     seen = set()
     for program, group in itertools.product(range(3 * 4 * 3 * 2), range(2)):

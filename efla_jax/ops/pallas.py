@@ -87,13 +87,21 @@ def _forward(q, k, u, erase, log_decay, documents, initial_state, config, interp
 def _backward(config, interpret, residuals, cotangents):
     from efla_jax.kernels import delta_rule_gradients as kernel
 
-    arguments, saved = residuals
+    (q, k, u, erase, log_decay, documents), (inverse, gates, states) = residuals
     d_o, d_final = cotangents
-    gradients = kernel.backward(*arguments, saved, d_o, d_final.swapaxes(2, 3), interpret=interpret)
-    d_q, d_k, d_u, d_erase, d_decay, d_initial = gradients
-    q, documents = arguments[0], arguments[5]
-    d_documents = None if documents is None else jnp.zeros_like(documents)
-    return of_key_heads(d_q, q), of_key_heads(d_k, q), d_u, d_erase, d_decay, d_documents, d_initial.swapaxes(2, 3)
+    tiles = u.shape[2] // erase.shape[1]
+
+    def repeated(x):
+        return jnp.repeat(x, tiles, axis=1) if tiles > 1 else x
+
+    def of_gates(x):
+        return jnp.sum(x.reshape(*erase.shape[:2], tiles, -1), axis=2) if tiles > 1 else x
+
+    saved = repeated(inverse), repeated(gates), states
+    arguments = q, k, u, repeated(erase), repeated(log_decay), documents, saved, d_o, d_final.swapaxes(2, 3)
+    d_q, d_k, d_u, d_erase, d_decay, d_initial = kernel.backward(*arguments, interpret=interpret)
+    d_gates = of_gates(d_erase), of_gates(d_decay), None if documents is None else jnp.zeros_like(documents)
+    return of_key_heads(d_q, q), of_key_heads(d_k, q), d_u, *d_gates, d_initial.swapaxes(2, 3)
 
 
 def of_key_heads(gradient: jax.Array, like: jax.Array) -> jax.Array:
@@ -120,15 +128,13 @@ def laid_out(x: Recurrence, config, interpret) -> tuple[jax.Array, jax.Array]:
     def state_of(x, *shape):  # [B, H, K, V] -> [B, H tiles, K, tile] and back
         return x if tiles == 1 else jnp.moveaxis(x.reshape(batch, heads, *shape), 3, 2)
 
-    # What forgets all anyway is bounded, so that the running sums keep their digits.
-    gates = x.erase, jnp.maximum(x.log_decay, FORGET)
-    erase, log_decay = (gates_by_head(jnp.repeat(gate, tiles, axis=2) if tiles > 1 else gate) for gate in gates)
     o, final = solve(
         whole_chunks(x.q),
         whole_chunks(x.k),
         whole_chunks(x.u.reshape(batch, time, heads * tiles, tile)),
-        erase,
-        log_decay,
+        gates_by_head(x.erase),
+        # What forgets all anyway is bounded, so that the running sums keep their digits.
+        gates_by_head(jnp.maximum(x.log_decay, FORGET)),
         chunk_documents(x.starts),
         state_of(x.initial_state, -1, tiles, tile).reshape(batch, heads * tiles, -1, tile),
         config,
