@@ -140,8 +140,10 @@ def _documents_backward(saved, cotangent):
 
 def filtered_back(cotangent: jax.Array, weight: jax.Array, places) -> jax.Array:
     """The cotangent of x: every token was read by itself and by those behind it."""
-    lags = range(weight.shape[0])
-    return sum(weight[-1 - lag].astype(jnp.float32) * neighbours(cotangent, -lag, *places) for lag in lags)
+    d_x = jnp.zeros((), jnp.float32)
+    for lag in range(weight.shape[0]):
+        d_x = d_x + weight[-1 - lag].astype(jnp.float32) * neighbours(cotangent, -lag, *places)
+    return d_x
 
 
 filtered_documents.defvjp(_documents_forward, _documents_backward)
