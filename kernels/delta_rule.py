@@ -31,7 +31,8 @@ class Config:
     For erase up to 1 and keys however parallel its error (1e-3) is that of rounding the result to bfloat16; for erase 2
     and cosine 0.99 it is 1e-2, where the bfloat16 of everything else costs the outputs 2e-2 already.
     walk, summary: microseconds that a chunk takes a program with one and with two compute warpgroups, each with 64
-    columns of V; combine: those of the product that takes the state over a part. By these the layout is chosen.
+    columns of V; combine: those of the product that takes the state over a part. By these the layout is chosen. The
+    defaults of walk are of a first version on an H200; those of summary and combine are estimates.
     multiprocessors: of the GPU, each of which holds one program at a time.
     """
 
