@@ -38,7 +38,7 @@ from efla_jax.kernels.linear_attention_mosaic import (
 from efla_jax.kernels.mosaic import WGMMA, accumulated, begin, by_row, finish, index, left_operand, shared, staging
 
 BALANCE, LEFT, KEPT = range(3)  # rows of the sums about the decays
-COMPUTE_REGISTERS = 232  # per thread: with LOADER_REGISTERS, twice this is what fits of the 512 for three warpgroups
+COMPUTE_REGISTERS = 240  # per thread: with LOADER_REGISTERS, twice this is what fits of the 512 for three warpgroups
 QUERY, KEY, LOADER = range(3)  # warpgroups; q's side comes first wherever there are two
 f32 = jnp.float32
 
@@ -65,11 +65,12 @@ class Outputs(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Shared memory: x [2, C, K], q and k; y [stages, 2, C, 64], dO and U; m [stages, 2, 64, K], S^T and D'^T; gates
-    [stages, rows, C]; d_u [C, 64]; sums [2, 3, C]; the barriers of x, of a stage's loads and of its release; the
-    interpreter's left operands, one of each kind per side."""
+    """Shared memory: x [2, C, K], q and k; scores [2, C, C] float32, Q K^T and K Q^T; y [stages, 2, C, 64], dO and U;
+    m [stages, 2, 64, K], S^T and D'^T; gates [stages, rows, C]; d_u [C, 64]; sums [2, 3, C]; the barriers of x, of a
+    stage's loads and of its release; the interpreter's left operands, one of each kind per side."""
 
     x: Any
+    scores: Any
     y: Any
     m: Any
     gates: Any
@@ -145,9 +146,9 @@ def kept(m, group, key_dim: int) -> jax.Array:
     return sum(sums[1:], sums[0])
 
 
-def tile_gradients(memory: Memory, slot, scores, so_far: tuple, sizes: Sizes, put_p, interpret) -> tuple:
+def tile_gradients(memory: Memory, slot, so_far: tuple, sizes: Sizes, put_p, interpret) -> tuple:
     """One tile on one side: writes the sums, hands P [C, 64] to put_p and returns dX, in parts of 64 columns, from the
-    dX so far. scores = X Z^T float32.
+    dX so far.
 
     w multiplies Y M afterwards, in float32: rounding w . Y instead would add a third to the error of dX. The products
     come in three rounds, as an accumulator holds its registers from where its scope begins, and no accumulator is given
@@ -160,33 +161,38 @@ def tile_gradients(memory: Memory, slot, scores, so_far: tuple, sizes: Sizes, pu
     weight = by_row(gates.at[INTO + group], TILE)
     square = plgpu.ACC((CHUNK, CHUNK), f32)
 
-    def pair_and_read(acc_pairs, acc_read):
+    def read_and_pair(acc_read, acc_pairs):
         plgpu.wgmma(acc_pairs, y, w.T)
         plgpu.wgmma(acc_read, x, m.T)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         sums.at[KEPT][...] = kept(memory.m.at[slot], group, sizes.key_dim)
         decay = decays(gates, 0, documents=sizes.rows > DOCUMENT, sign=1 - 2 * group)
-        spread = (decay * scores).astype(dtype)
-        pairs = accumulated(acc_pairs, wait_n=1) * decay
-        # A token's pair with itself cancels between the sides: left out rather than subtracted.
-        others = index(CHUNK, CHUNK, 0) != index(CHUNK, CHUNK, 1)
-        sums.at[BALANCE][...] = jnp.sum(jnp.where(others, pairs * scores, 0.0), axis=1)
         read = accumulated(acc_read, wait_n=0) * weight
         values = plgpu.load(y, layout=WGMMA, optimized=False).astype(f32)
         sums.at[LEFT][...] = jnp.sum(values * read, axis=1)
+        scores = plgpu.load(memory.scores.at[group], layout=WGMMA, optimized=False)
+        pairs = accumulated(acc_pairs, wait_n=0) * decay
+        spread = (decay * scores).astype(dtype)
+        # A token's pair with itself cancels between the sides: left out rather than subtracted.
+        others = index(CHUNK, CHUNK, 0) != index(CHUNK, CHUNK, 1)
+        sums.at[BALANCE][...] = jnp.sum(jnp.where(others, pairs * scores, 0.0), axis=1)
         return pairs.astype(dtype), spread, read
 
-    pairs, spread, read = pl.run_scoped(pair_and_read, square, square)
+    pairs, spread, read = pl.run_scoped(read_and_pair, square, square)
 
-    def from_state(acc_p, *accs):
+    def from_scores(acc_p):
         begin(acc_p, read, interpret)
         plgpu.wgmma(acc_p, left_operand(spread, left[0]), w)
+        return finish(acc_p, read, interpret).astype(dtype)
+
+    p = pl.run_scoped(from_scores, square)
+
+    def from_state(*accs):
         for acc, part in zip(accs, columns, strict=True):
             plgpu.wgmma(acc, y, m.at[:, part])
-        put_p(finish(acc_p, read, interpret, wait_n=len(accs)))
         return [so_far[i] + accumulated(acc, wait_n=len(accs) - 1 - i) * weight for i, acc in enumerate(accs)]
 
-    carried = pl.run_scoped(from_state, square, *[square] * len(so_far))
+    carried = pl.run_scoped(from_state, *[square] * len(so_far))
 
     def from_pairs(*accs):
         for acc, value in zip(accs, carried, strict=True):
@@ -194,6 +200,7 @@ def tile_gradients(memory: Memory, slot, scores, so_far: tuple, sizes: Sizes, pu
         operand = left_operand(pairs, left[1])
         for acc, part in zip(accs, columns, strict=True):
             plgpu.wgmma(acc, operand, z.at[:, part])
+        put_p(p)
         return tuple(finish(acc, value, interpret) for acc, value in zip(accs, carried, strict=True))
 
     return pl.run_scoped(from_pairs, *[square] * len(so_far))
@@ -206,9 +213,10 @@ def compute(task: Task, memory: Memory, out: Outputs, interpret) -> None:
 
     def multiply(acc):
         plgpu.wgmma(acc, memory.x.at[group], memory.x.at[1 - group].T)
-        return accumulated(acc, wait_n=0)
+        memory.scores[group] = accumulated(acc, wait_n=0)
 
-    scores = pl.run_scoped(multiply, plgpu.ACC((CHUNK, CHUNK), f32))
+    pl.run_scoped(multiply, plgpu.ACC((CHUNK, CHUNK), f32))
+    plgpu.commit_smem()
 
     def step(i, so_far):
         slot = lax.rem(i, stages)
@@ -227,7 +235,7 @@ def compute(task: Task, memory: Memory, out: Outputs, interpret) -> None:
             def _():
                 plgpu.copy_smem_to_gmem(memory.d_u, out.d_u.at[task.row, task.time, task.lanes(i)])
 
-        total = tile_gradients(memory, slot, scores, so_far, sizes, put_p, interpret)
+        total = tile_gradients(memory, slot, so_far, sizes, put_p, interpret)
         plgpu.barrier_arrive(memory.empty.at[slot])
         return total
 
@@ -248,6 +256,7 @@ def scratch(sizes: Sizes, stages: int, dtype, interpret) -> list:
     """What `Memory` lists."""
     return [
         shared(2, CHUNK, sizes.key_dim, dtype=dtype),
+        shared(2, CHUNK, CHUNK, dtype=f32),
         shared(stages, 2, CHUNK, TILE, dtype=dtype),
         shared(stages, 2, TILE, sizes.key_dim, dtype=dtype),
         plgpu.SMEM((stages, sizes.rows, CHUNK), f32),
@@ -299,6 +308,6 @@ def gradients(x: Inputs, sizes: Sizes, *, stages: int, slices: int, options: dic
     out.append(shape((sizes.batch, sizes.chunks * sizes.tiles * 2, 3, CHUNK), f32))
     grid = sizes.batch, sizes.chunks, sizes.key_heads * slices
     each = 4 * (CHUNK * TILE + TILE * sizes.key_dim + sizes.rows * CHUNK)
-    stages = fitting(min(stages, count), each, 4 * CHUNK * (sizes.key_dim + 6) + 2 * CHUNK * TILE)
+    stages = fitting(min(stages, count), each, 4 * CHUNK * (sizes.key_dim + 2 * CHUNK + 6) + 2 * CHUNK * TILE)
     memory = scratch(sizes, stages, dtype, options["interpret"])
     return Outputs(*launch(body, x, out, memory, grid, 3, **options))

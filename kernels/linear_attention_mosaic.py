@@ -48,7 +48,7 @@ from efla_jax.kernels.mosaic import (
 CHUNK = TILE = 64
 SUM, INTO, OUT, DOCUMENT = range(4)  # rows of the gates: G; in; out; document number, if there are documents
 SHARED_MEMORY = 227 * 1024  # bytes that a program may use on a Hopper GPU
-LOADER_REGISTERS = 40  # of each thread of the warpgroup that loads; the compute warpgroups share the rest
+LOADER_REGISTERS = 24  # of each thread of the warpgroup that loads; the compute warpgroups share the rest
 f32 = jnp.float32
 
 
