@@ -42,6 +42,7 @@ def failing(error):
 def test_a_right_kernel_passes(kernel, op, dtype, monkeypatch):
     kernel(chunked)
     monkeypatch.setitem(selfcheck.FLOOR, "float32", 0.0)
+    monkeypatch.setitem(selfcheck.BAR, "float32", 2.0)
     # Where key heads are shared, "chunked" is measured with a copy of the key for every value head.
     result = selfcheck.check(Case(op, "random", TINY._replace(key_heads=2), "documents", dtype))
     assert result.complaint is None and result.declined is None
