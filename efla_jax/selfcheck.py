@@ -8,8 +8,9 @@
 The reference is implementation="recurrent" on the same 16-bit inputs, widened to float32. An error is
 RMS(difference) / RMS(reference), of outputs, states and every gradient; beside it stands that of implementation=
 "chunked", the same algorithm in XLA at the same precisions. A case passes if no error is more than 1.2 times that of
-"chunked" (2.5 times in float16) or is within one rounding of the dtype, and if a second run gives the same bits. "not covered" is a case
-that the kernel declines with a reason; that is no failure. Exit status: 0 all passed, 1 some failed, 2 no such GPU.
+"chunked" (float16: 2.5 times) unless within one rounding of the dtype, and if a second run gives the same bits. "not
+covered" is a case that the kernel declines with a reason; that is no failure. Exit status: 0 all passed, 1 some failed,
+2 no such GPU.
 """
 
 import argparse
@@ -271,7 +272,7 @@ def check_all(chosen: Sequence[Case], interpret: Any = None) -> int:
         result = check(case, interpret)
         failed, covered = failed + bool(result.complaint), covered + (result.declined is None)
         print(line(case, result), flush=True)
-    print(f"{len(chosen)} cases, {covered} covered, {failed} failed (the bar is {BAR['bfloat16']} times the error of chunked)")
+    print(f"{len(chosen)} cases, {covered} covered, {failed} failed (the bar: {BAR} times the error of chunked)")
     return failed if covered else max(failed, 1)
 
 
