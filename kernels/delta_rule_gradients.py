@@ -1,5 +1,5 @@
 """The delta rule's backward on a Hopper GPU: `backward`, and its parallel part as a Pallas program in Mosaic GPU, which
-takes a chunk of C = 64 tokens of a row.
+takes chunks of C = 64 tokens of a row one by one, in any order.
 
     b = R . dO W^T        a = -strict(R . dP W^T)        X = e a        M = b . Q K^T + X . K K^T
     dQ = in . dO S^T + b K                dK = out . W D^T - e in . dP S^T + b^T Q + (X + X^T) K
@@ -9,8 +9,10 @@ with the letters of `ops/chunked.py`: S the state at the chunk's start; D the co
 dP = dU, both from `delta_rule_reverse.py`; W = (I + A)^-1 (U - e in . K S) the vectors really written, made again from
 what the forward saved: the inverse, the gate vectors and S.
 
-Two warpgroups: each makes W^T for its half of V, then one of b and X, then its half of K of dQ and dK. Every product is
-of 64 x 64 tiles in shared memory, so that the interpreter runs the program of the device.
+One warpgroup issues loads, ahead as far as memory is free: what a chunk needs first is held twice, what it is done with
+first is released first. Two compute: each makes W^T for its half of V; what its half of K gets from the states; one of
+b and X; then its half of K of dQ and dK. Every product is of 64 x 64 tiles in shared memory, so that the interpreter
+runs the program of the device.
 
 The cotangent of the log decay is made of row and column sums of M, which nearly cancel when keys are nearly parallel:
 they are taken of float32 products before anything is rounded. Only <S, D> is of rounded factors.
@@ -27,165 +29,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from efla_jax.kernels.delta_rule_reverse import CHUNK, ERASE, GATES, INTO, OUT, SUM, TILE, ReverseConfig, Sizes, reverse
 from efla_jax.kernels.mosaic import MASKED, WGMMA, accumulated, by_column, by_row, index, parameters, shared, transposed
 
-DIMENSIONS = (64, 128)  # of keys and of values: two tiles, one a warpgroup
+DIMENSIONS = (64, 128)  # of keys and of values: at most two tiles, one for each compute warpgroup
+GROUPS = 2  # compute warpgroups
+SLOTS = 2  # in which a chunk's or a tile's loads may lie
+REGISTERS = 232, 40  # of a thread that computes, that loads: (2 * 232 + 40) * 128 of the 65536 there are
 SUMS = 6  # vectors of one warpgroup, in this order; the last is over rows of the state, the others over tokens
 MIXED, COLUMN, READ, SEEN, LEFT, STATE = range(SUMS)
-
-
-class Memory(NamedTuple):
-    """Shared memory of one program of `gradients`, everything in tiles of 64 columns."""
-
-    keys: Any  # [2, K // 64, C, 64]: q, k
-    values: Any  # [2, V // 64, C, 64]: dO, dP
-    u: Any  # [V // 64, C, 64]
-    inverse: Any  # [C, C]
-    starts: Any  # [V // 64, K // 64, 64, 64]: S^T; at last its first row holds dQ
-    ends: Any  # [V // 64, K // 64, 64, 64]: D^T; at last its first row holds dK
-    written: Any  # [V // 64, 64, C]: W^T
-    pairs: Any  # [2, C, C]: what W^T is made of; then b, X
-    gates: Any  # [GATES, C]
-    vectors: Any  # [2, C]: erase, document
-    sums: Any  # [2, SUMS, C]
-    results: Any  # [3, C]: d log_decay, d erase, and room
-    loaded: Any  # barriers of the loads, in the order of use
-    loaded_values: Any
-    loaded_ends: Any
-    new: Any  # barriers between the two warpgroups
-    mixed: Any
-    summed: Any
-
-
-def per_row(vector) -> jax.Array:
-    """A vector in shared memory, one entry for each row of a matrix."""
-    return plgpu.load(vector, layout=WGMMA.reduce(1), optimized=False)
-
-
-def product(terms, shape=(CHUNK, CHUNK)) -> jax.Array:
-    """Sum of the products of the pairs of tiles, float32 [64, 64]."""
-
-    def run(acc):
-        for left, right in terms:
-            plgpu.wgmma(acc, left, right)
-        return accumulated(acc, wait_n=0)
-
-    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
-
-
-def write_written(memory: Memory, tile) -> None:
-    """W^T of 64 columns of V, while nothing else is known."""
-    dtype = memory.u.dtype
-    k, starts = memory.keys.at[1], memory.starts.at[tile]
-    known = product([(starts.at[i], k.at[i].T) for i in range(k.shape[0])])
-    missing = transposed(memory.u.at[tile]).astype(jnp.float32) - known * by_column(memory.gates.at[ERASE], CHUNK)
-    room = memory.pairs.at[tile]
-    room[...] = missing.astype(dtype)
-    plgpu.commit_smem()
-    memory.written[tile] = product([(room, memory.inverse.T)]).astype(dtype)
-    plgpu.commit_smem()
-
-
-def write_pairs(memory: Memory, group, documents: bool) -> None:
-    """b (group 0) or X (group 1) and the sums of M = b . Q K^T + X . K K^T below the diagonal, which cancels."""
-    keys, k, values = memory.keys.at[group], memory.keys.at[1], memory.values.at[group]
-
-    def run(acc_keys, acc_values):
-        for i in range(k.shape[0]):
-            plgpu.wgmma(acc_keys, keys.at[i], k.at[i].T)
-        for i in range(values.shape[0]):
-            plgpu.wgmma(acc_values, values.at[i], memory.written.at[i])
-        row, column = index(CHUNK, CHUNK, 0), index(CHUNK, CHUNK, 1)
-        seen = column + group <= row  # a has no diagonal
-        if documents:
-            seen &= by_column(memory.vectors.at[1], CHUNK) == by_row(memory.vectors.at[1], CHUNK)
-        exponent = by_row(memory.gates.at[SUM], CHUNK) - by_column(memory.gates.at[SUM], CHUNK)
-        decay = jnp.exp(jnp.where(seen, exponent, MASKED))
-        is_a = lax.convert_element_type(group, jnp.float32)
-        pairs = accumulated(acc_values, wait_n=0) * (decay * (1.0 - 2.0 * is_a))
-        erase = lax.broadcast_in_dim(per_row(memory.vectors.at[0]) * is_a + (1.0 - is_a), (CHUNK, CHUNK), (0,))
-        mixed = jnp.where(column < row, pairs * accumulated(acc_keys, wait_n=0), 0.0)
-        return pairs * erase, mixed, mixed * erase
-
-    accumulator = plgpu.ACC((CHUNK, CHUNK), jnp.float32)
-    pairs, mixed, weighed = pl.run_scoped(run, accumulator, accumulator)
-    memory.pairs[group] = pairs.astype(memory.pairs.dtype)
-    sums = memory.sums.at[group]
-    sums.at[MIXED][...] = jnp.sum(mixed, axis=1)
-
-    # A sum over rows goes through scratch memory that the warpgroups share: one after the other.
-    @pl.when(group == 0)
-    def _():
-        sums.at[COLUMN][...] = jnp.sum(weighed, axis=0)
-
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(memory.mixed)
-    plgpu.barrier_wait(memory.mixed)
-
-    @pl.when(group == 1)
-    def _():
-        sums.at[COLUMN][...] = jnp.sum(weighed, axis=0)
-
-
-def keys_gradients(memory: Memory, tile, group) -> tuple[jax.Array, jax.Array]:
-    """dQ and dK [C, 64] float32 of 64 columns of K, and their sums for the gates."""
-    count = memory.values.shape[1]
-    q, k = memory.keys.at[0, tile], memory.keys.at[1, tile]
-    column = [(memory.starts.at[i, tile], memory.ends.at[i, tile]) for i in range(count)]
-    sums = memory.sums.at[group]
-
-    def states(acc_read, acc_erased, acc_kept):
-        for i, (start, _) in enumerate(column):
-            plgpu.wgmma(acc_read, memory.values.at[0, i], start)
-        for i, (start, _) in enumerate(column):
-            plgpu.wgmma(acc_erased, memory.values.at[1, i], start)
-        for i, (_, end) in enumerate(column):
-            plgpu.wgmma(acc_kept, memory.written.at[i].T, end)
-        both = sum(load(start) * load(end) for start, end in column)
-        sums.at[STATE][...] = jnp.sum(both, axis=1)
-        read = accumulated(acc_read, wait_n=2 * count) * by_row(memory.gates.at[INTO], CHUNK)
-        sums.at[READ][...] = jnp.sum(load(q) * read, axis=1)
-        keys = load(k)
-        erased = accumulated(acc_erased, wait_n=count) * by_row(memory.gates.at[INTO], CHUNK)
-        sums.at[SEEN][...] = jnp.sum(keys * erased, axis=1)
-        kept = accumulated(acc_kept, wait_n=0) * by_row(memory.gates.at[OUT], CHUNK)
-        sums.at[LEFT][...] = jnp.sum(keys * kept, axis=1)
-        return read, kept - erased * by_row(memory.vectors.at[0], CHUNK)
-
-    load = lambda ref: plgpu.load(ref, layout=WGMMA, optimized=False).astype(jnp.float32)  # noqa: E731
-    read, kept = pl.run_scoped(states, *(plgpu.ACC((CHUNK, TILE), jnp.float32),) * 3)
-    b, x = memory.pairs.at[0], memory.pairs.at[1]
-    return read + product([(b, k)]), kept + product([(b.T, q), (x, k), (x.T, k)])
-
-
-def put_keys_gradients(memory: Memory, tile, d_q, d_k, dq_gmem, dk_gmem) -> None:
-    """Store dQ and dK of 64 columns of K; 16-bit ones pass the memory of states that this warpgroup alone reads."""
-    if dq_gmem.dtype == jnp.float32:
-        dq_gmem[...], dk_gmem[...] = d_q, d_k
-        return
-    plgpu.commit_smem()  # no warp reads the states any more
-    for x, room, target in ((d_q, memory.starts.at[0, tile], dq_gmem), (d_k, memory.ends.at[0, tile], dk_gmem)):
-        room[...] = x.astype(room.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(room, target)
-
-
-def gate_gradients(memory: Memory, tiles: int) -> None:
-    """d log_decay and d erase of a chunk from the sums, into `results`.
-
-    d log_decay of a token: the sums of the tokens from it on, of what the tokens before it left, and in_C <S, D>."""
-    total = lambda i, count: sum(per_row(memory.sums.at[g, i]) for g in range(count))  # noqa: E731
-    erase = per_row(memory.vectors.at[0])
-    below, seen = per_row(memory.sums.at[1, MIXED]), total(SEEN, tiles)
-    onward = per_row(memory.sums.at[0, MIXED]) - total(COLUMN, 2) + total(READ, tiles) + erase * (below - seen)
-    memory.results.at[1][...] = below - seen
-    memory.results.at[0][...] = onward
-    memory.results.at[2][...] = total(LEFT, tiles)
-    plgpu.commit_smem()
-    row, column = index(CHUNK, CHUNK, 0), index(CHUNK, CHUNK, 1)
-    state = sum(by_column(memory.sums.at[g, STATE], CHUNK) for g in range(tiles)) * memory.gates[INTO, CHUNK - 1]
-    terms = jnp.where(column >= row, by_column(memory.results.at[0], CHUNK), by_column(memory.results.at[2], CHUNK))
-    sums = jnp.sum(terms + state, axis=1)
-    plgpu.commit_smem()  # every warp has read `onward`
-    memory.results.at[0][...] = sums
 
 
 class Inputs(NamedTuple):
@@ -204,107 +53,339 @@ class Inputs(NamedTuple):
     documents: Any = None
 
 
-def load_chunk(x: Inputs, memory: Memory, sizes: Sizes, b, h, chunk) -> None:
-    """Start every load of a chunk, in the order of use."""
-    g, tokens = sizes.key_head(h), pl.ds(chunk * CHUNK, CHUNK)
-    tile = lambda i: pl.ds(i * TILE, TILE)  # noqa: E731
+class Memory(NamedTuple):
+    """Shared memory of one program, everything in tiles of 64 columns: a slot for a chunk or for a tile of V."""
+
+    keys: Any  # [1 + slots, K // 64, C, 64]: q, then k
+    inverse: Any  # [slots, C, C]
+    gates: Any  # [slots, GATES, C]
+    vectors: Any  # [slots, 2, C]: erase, document
+    u: Any  # [slots, C, 64]
+    values: Any  # [2, slots, C, 64]: dO, dP
+    starts: Any  # [slots, K // 64, 64, 64]: S^T
+    ends: Any  # [slots, K // 64, 64, 64]: D^T
+    written: Any  # [2, 64, C]: W^T; then dQ and dK on their way out
+    pairs: Any  # [2, C, C]: what W^T is made of; then b, X
+    sums: Any  # [2, SUMS, C]
+    results: Any  # [3, C]: d log_decay, d erase, and room
+    loaded: Any  # barriers of the loads: of k and all that is small [slots], of tiles [slots], of q
+    loaded_tile: Any
+    loaded_q: Any
+    free: Any  # barriers of what may be overwritten, likewise
+    free_tile: Any
+    free_q: Any
+    wrote: Any  # barriers between the two that compute
+    mixed: Any
+    summed: Any
+
+
+class Chunk(NamedTuple):
+    """Where a chunk's loads lie, and which warpgroup asks."""
+
+    slot: Any
+    tile_slots: list  # of the tiles of V
+    group: Any
+    tile: Any  # of K, that this warpgroup works on
+
+
+def scratch(sizes: Sizes, dtype) -> list:
+    """The fields of `Memory` in their order."""
+    tiles = sizes.key_tiles
+    return [
+        shared(1 + SLOTS, tiles, CHUNK, TILE, dtype=dtype),
+        shared(SLOTS, CHUNK, CHUNK, dtype=dtype),
+        plgpu.SMEM((SLOTS, GATES, CHUNK), jnp.float32),
+        plgpu.SMEM((SLOTS, 2, CHUNK), jnp.float32),
+        shared(SLOTS, CHUNK, TILE, dtype=dtype),
+        shared(2, SLOTS, CHUNK, TILE, dtype=dtype),
+        shared(SLOTS, tiles, TILE, TILE, dtype=dtype),
+        shared(SLOTS, tiles, TILE, TILE, dtype=dtype),
+        shared(2, TILE, CHUNK, dtype=dtype),
+        shared(2, CHUNK, CHUNK, dtype=dtype),
+        plgpu.SMEM((2, SUMS, CHUNK), jnp.float32),
+        plgpu.SMEM((3, CHUNK), jnp.float32),
+        plgpu.Barrier(num_arrivals=tiles + 3 + sizes.documents, num_barriers=SLOTS),
+        plgpu.Barrier(num_arrivals=3 + 2 * tiles, num_barriers=SLOTS),
+        plgpu.Barrier(num_arrivals=tiles),
+        plgpu.Barrier(num_arrivals=GROUPS, num_barriers=SLOTS),
+        plgpu.Barrier(num_arrivals=GROUPS, num_barriers=SLOTS),
+        plgpu.Barrier(num_arrivals=GROUPS),
+        *(plgpu.Barrier(num_arrivals=GROUPS),) * 3,
+    ]
+
+
+def tile_slots(sizes: Sizes, slot) -> list:
+    """Two tiles of V have a slot each, the same in every chunk; a single one takes that of the chunk."""
+    return [0, 1] if sizes.value_tiles == SLOTS else [slot]
+
+
+def load_chunk(x: Inputs, memory: Memory, sizes: Sizes, place: tuple, turn) -> None:
+    """Load the chunk at place (b, h, chunk), as soon as its slots are free; `turn` counts this program's chunks."""
+    b, h, chunk = place
+    g, tokens, slot = sizes.key_head(h), pl.ds(chunk * CHUNK, CHUNK), lax.rem(turn, SLOTS)
+    columns = [pl.ds(i * TILE, TILE) for i in range(max(sizes.key_tiles, sizes.value_tiles))]
 
     def start(source, target, barrier):
         plgpu.copy_gmem_to_smem(source, target, barrier)
 
+    def wait(barrier, uses_before: int):
+        pl.when(turn >= uses_before)(lambda: plgpu.barrier_wait(barrier))
+
+    loaded = memory.loaded.at[slot]
+    wait(memory.free.at[slot], SLOTS)
     for i in range(sizes.key_tiles):
-        start(x.k.at[b, tokens, g, tile(i)], memory.keys.at[1, i], memory.loaded)
-        for j in range(sizes.value_tiles):
-            start(x.starts.at[b, h, chunk, tile(j), tile(i)], memory.starts.at[j, i], memory.loaded)
-    for j in range(sizes.value_tiles):
-        start(x.u.at[b, tokens, h, tile(j)], memory.u.at[j], memory.loaded)
-    start(x.inverse.at[b, h, tokens], memory.inverse, memory.loaded)
-    start(x.gates.at[b, h, chunk], memory.gates, memory.loaded)
-    start(x.erase.at[b, h, tokens], memory.vectors.at[0], memory.loaded)
+        start(x.k.at[b, tokens, g, columns[i]], memory.keys.at[1 + slot, i], loaded)
+    start(x.inverse.at[b, h, tokens], memory.inverse.at[slot], loaded)
+    start(x.gates.at[b, h, chunk], memory.gates.at[slot], loaded)
+    start(x.erase.at[b, h, tokens], memory.vectors.at[slot, 0], loaded)
     if x.documents is not None:
-        start(x.documents.at[b, tokens], memory.vectors.at[1], memory.loaded)
-    for j in range(sizes.value_tiles):
-        start(x.d_o.at[b, tokens, h, tile(j)], memory.values.at[0, j], memory.loaded_values)
-        start(x.d_u.at[b, tokens, h, tile(j)], memory.values.at[1, j], memory.loaded_values)
+        start(x.documents.at[b, tokens], memory.vectors.at[slot, 1], loaded)
+    for j, at in enumerate(tile_slots(sizes, slot)):
+        wait(memory.free_tile.at[at], SLOTS // sizes.value_tiles)
+        loaded = memory.loaded_tile.at[at]
+        for i in range(sizes.key_tiles):
+            start(x.starts.at[b, h, chunk, columns[j], columns[i]], memory.starts.at[at, i], loaded)
+        start(x.u.at[b, tokens, h, columns[j]], memory.u.at[at], loaded)
+        start(x.d_o.at[b, tokens, h, columns[j]], memory.values.at[0, at], loaded)
+        start(x.d_u.at[b, tokens, h, columns[j]], memory.values.at[1, at], loaded)
+        for i in range(sizes.key_tiles):
+            start(x.ends.at[b, h, chunk, columns[j], columns[i]], memory.ends.at[at, i], loaded)
+    wait(memory.free_q, 1)
     for i in range(sizes.key_tiles):
-        start(x.q.at[b, tokens, g, tile(i)], memory.keys.at[0, i], memory.loaded_values)
-    for i in range(sizes.key_tiles):
-        for j in range(sizes.value_tiles):
-            start(x.ends.at[b, h, chunk, tile(j), tile(i)], memory.ends.at[j, i], memory.loaded_ends)
+        start(x.q.at[b, tokens, g, columns[i]], memory.keys.at[0, i], memory.loaded_q)
 
 
-def gradients_memory(sizes: Sizes, dtype) -> list:
-    """The scratch types of `gradients`: the fields of `Memory` in their order."""
-    keys, values = sizes.key_tiles, sizes.value_tiles
-    return [
-        shared(2, keys, CHUNK, TILE, dtype=dtype),
-        shared(2, values, CHUNK, TILE, dtype=dtype),
-        shared(values, CHUNK, TILE, dtype=dtype),
-        shared(CHUNK, CHUNK, dtype=dtype),
-        shared(values, keys, TILE, TILE, dtype=dtype),
-        shared(values, keys, TILE, TILE, dtype=dtype),
-        shared(values, TILE, CHUNK, dtype=dtype),
-        shared(2, CHUNK, CHUNK, dtype=dtype),
-        plgpu.SMEM((GATES, CHUNK), jnp.float32),
-        plgpu.SMEM((2, CHUNK), jnp.float32),
-        plgpu.SMEM((2, SUMS, CHUNK), jnp.float32),
-        plgpu.SMEM((3, CHUNK), jnp.float32),
-        plgpu.Barrier(num_arrivals=keys * (1 + values) + values + 3 + sizes.documents),
-        plgpu.Barrier(num_arrivals=2 * values + keys),
-        plgpu.Barrier(num_arrivals=keys * values),
-        plgpu.Barrier(num_arrivals=2),
-        plgpu.Barrier(num_arrivals=2),
-        plgpu.Barrier(num_arrivals=2),
-    ]
+def drain(memory: Memory, sizes: Sizes, turns: int) -> None:
+    """Wait until everything loaded has been used: a barrier may not end with a phase that nobody waited for."""
+    for turn in range(max(0, turns - SLOTS), turns):
+        plgpu.barrier_wait(memory.free.at[turn % SLOTS])
+    last = range(SLOTS) if sizes.value_tiles == SLOTS else range(max(0, turns - SLOTS), turns)
+    for slot in last:
+        plgpu.barrier_wait(memory.free_tile.at[slot % SLOTS])
+    plgpu.barrier_wait(memory.free_q)
 
 
-def gradients(x: Inputs, sizes: Sizes, *, interpret=None) -> tuple:
-    """(dq, dk [B, T, H, K], d_erase, d_log_decay [B, H, T] float32) from everything that `backward` got, du and D."""
+def per_row(vector) -> jax.Array:
+    """A vector in shared memory, one entry for each row of a matrix."""
+    return plgpu.load(vector, layout=WGMMA.reduce(1), optimized=False)
+
+
+def matrix(ref) -> jax.Array:
+    return plgpu.load(ref, layout=WGMMA, optimized=False).astype(jnp.float32)
+
+
+def product(*terms) -> jax.Array:
+    """Sum of the products of pairs of tiles, float32 [64, 64]."""
+
+    def run(acc):
+        for left, right in terms:
+            plgpu.wgmma(acc, left, right)
+        return accumulated(acc, wait_n=0)
+
+    return pl.run_scoped(run, plgpu.ACC((CHUNK, TILE), jnp.float32))
+
+
+def meet(barrier) -> None:
+    """Both warpgroups have come here, and see what the other wrote."""
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
+
+
+def write_written(memory: Memory, at: Chunk, tile_slot) -> None:
+    """W^T of this warpgroup's 64 columns of V."""
+    dtype, k, starts = memory.u.dtype, memory.keys.at[1 + at.slot], memory.starts.at[tile_slot]
+    known = product(*[(starts.at[i], k.at[i].T) for i in range(k.shape[0])])
+    erase = by_column(memory.gates.at[at.slot, ERASE], TILE)
+    missing = transposed(memory.u.at[tile_slot]).astype(jnp.float32) - known * erase
+    room = memory.pairs.at[at.group]
+    room[...] = missing.astype(dtype)
+    plgpu.commit_smem()
+    memory.written[at.group] = product((room, memory.inverse.at[at.slot].T)).astype(dtype)
+
+
+def state_products(memory: Memory, at: Chunk) -> tuple[jax.Array, ...]:
+    """Of 64 columns of K: in . dO S^T, in . dP S^T and out . W D^T [C, 64]; and dO W^T or dP W^T [C, C]; all float32.
+
+    The last that is read of the tiles of V."""
+    gates, values = memory.gates.at[at.slot], memory.values.at[at.group]
+    tiles = list(enumerate(at.tile_slots))
+
+    def run(acc_read, acc_erased, acc_kept, acc_pairs):
+        for _, slot in tiles:
+            plgpu.wgmma(acc_read, memory.values.at[0, slot], memory.starts.at[slot, at.tile])
+        for _, slot in tiles:
+            plgpu.wgmma(acc_erased, memory.values.at[1, slot], memory.starts.at[slot, at.tile])
+        for i, slot in tiles:
+            plgpu.wgmma(acc_kept, memory.written.at[i].T, memory.ends.at[slot, at.tile])
+        for i, slot in tiles:
+            plgpu.wgmma(acc_pairs, values.at[slot], memory.written.at[i])
+        both = sum(matrix(memory.starts.at[s, at.tile]) * matrix(memory.ends.at[s, at.tile]) for _, s in tiles)
+        memory.sums.at[at.group, STATE][...] = jnp.sum(both, axis=1)
+        into, count = by_row(gates.at[INTO], TILE), len(tiles)
+        read = accumulated(acc_read, wait_n=3 * count) * into
+        erased = accumulated(acc_erased, wait_n=2 * count) * into
+        kept = accumulated(acc_kept, wait_n=count) * by_row(gates.at[OUT], TILE)
+        return read, erased, kept, accumulated(acc_pairs, wait_n=0)
+
+    return pl.run_scoped(run, *(plgpu.ACC((CHUNK, TILE), jnp.float32),) * 4)
+
+
+def write_pairs(memory: Memory, at: Chunk, pairs: jax.Array, documents: bool) -> None:
+    """b (group 0) or X (group 1) from dO W^T or dP W^T, and the sums of M below the diagonal, which cancels."""
+    k, gates, vectors = memory.keys.at[1 + at.slot], memory.gates.at[at.slot], memory.vectors.at[at.slot]
+    keys, sums, group = memory.keys.at[group_keys(at)], memory.sums.at[at.group], at.group
+    scores = product(*[(keys.at[i], k.at[i].T) for i in range(k.shape[0])])
+    row, column = index(CHUNK, CHUNK, 0), index(CHUNK, CHUNK, 1)
+    seen = column + group <= row  # a has no diagonal
+    if documents:
+        seen &= by_column(vectors.at[1], CHUNK) == by_row(vectors.at[1], CHUNK)
+    exponent = by_row(gates.at[SUM], CHUNK) - by_column(gates.at[SUM], CHUNK)
+    is_a = lax.convert_element_type(group, jnp.float32)
+    pairs = pairs * (jnp.exp(jnp.where(seen, exponent, MASKED)) * (1.0 - 2.0 * is_a))
+    erase = lax.broadcast_in_dim(per_row(vectors.at[0]) * is_a + (1.0 - is_a), (CHUNK, CHUNK), (0,))
+    memory.pairs[group] = (pairs * erase).astype(memory.pairs.dtype)
+    mixed = jnp.where(column < row, pairs * scores, 0.0)
+    sums.at[MIXED][...] = jnp.sum(mixed, axis=1)
+
+    # A sum over rows goes through scratch memory that the warpgroups share: one after the other.
+    @pl.when(group == 0)
+    def _():
+        sums.at[COLUMN][...] = jnp.sum(mixed * erase, axis=0)
+
+    meet(memory.mixed)
+
+    @pl.when(group == 1)
+    def _():
+        sums.at[COLUMN][...] = jnp.sum(mixed * erase, axis=0)
+
+
+def group_keys(at: Chunk):
+    """The slot of `keys` with q for group 0, with k for group 1."""
+    return at.group * (1 + at.slot)
+
+
+def write_sums(memory: Memory, at: Chunk, read, erased, kept) -> None:
+    sums, keys = memory.sums.at[at.group], matrix(memory.keys.at[1 + at.slot, at.tile])
+    sums.at[SEEN][...] = jnp.sum(keys * erased, axis=1)
+    sums.at[LEFT][...] = jnp.sum(keys * kept, axis=1)
+    sums.at[READ][...] = jnp.sum(matrix(memory.keys.at[0, at.tile]) * read, axis=1)
+
+
+def put(memory: Memory, at: Chunk, x: jax.Array, target) -> None:
+    """Store a gradient [C, 64]; a 16-bit one by way of shared memory."""
+    if target.dtype == jnp.float32:
+        target[...] = x
+        return
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    room = memory.written.at[at.group]
+    room[...] = x.astype(room.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(room, target)
+
+
+def gate_gradients(memory: Memory, at: Chunk, tiles: int) -> None:
+    """d log_decay and d erase of a chunk from the sums, into `results`.
+
+    d log_decay of a token: the sums of the tokens from it on, of what the tokens before it left, and in_C <S, D>."""
+    total = lambda i, count: sum(per_row(memory.sums.at[g, i]) for g in range(count))  # noqa: E731
+    erase = per_row(memory.vectors.at[at.slot, 0])
+    below, seen = per_row(memory.sums.at[1, MIXED]), total(SEEN, tiles)
+    onward = per_row(memory.sums.at[0, MIXED]) - total(COLUMN, 2) + total(READ, tiles) + erase * (below - seen)
+    memory.results.at[1][...] = below - seen
+    memory.results.at[0][...] = onward
+    memory.results.at[2][...] = total(LEFT, tiles)
+    plgpu.commit_smem()
+    row, column = index(CHUNK, CHUNK, 0), index(CHUNK, CHUNK, 1)
+    state = sum(by_column(memory.sums.at[g, STATE], CHUNK) for g in range(tiles))
+    terms = jnp.where(column >= row, by_column(memory.results.at[0], CHUNK), by_column(memory.results.at[2], CHUNK))
+    sums = jnp.sum(terms + state * memory.gates[at.slot, INTO, CHUNK - 1], axis=1)
+    plgpu.commit_smem()  # every warp has read `onward`
+    memory.results.at[0][...] = sums
+    plgpu.commit_smem()
+
+
+def compute_chunk(memory: Memory, sizes: Sizes, place: tuple, turn, group, results: tuple) -> None:
+    """A chunk's gradients by the two warpgroups that compute, from loads to stores."""
+    (b, h, chunk), slot = place, lax.rem(turn, SLOTS)
+    tokens, d_q, d_k, d_erase, d_decay = pl.ds(chunk * CHUNK, CHUNK), *results
+    at = Chunk(slot, tile_slots(sizes, slot), group, group if sizes.key_tiles == GROUPS else 0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.barrier_wait(memory.loaded.at[slot])
+    for tile_slot in at.tile_slots:
+        plgpu.barrier_wait(memory.loaded_tile.at[tile_slot])
+
+    @pl.when(group < sizes.value_tiles)
+    def _():
+        write_written(memory, at, group if sizes.value_tiles == SLOTS else slot)
+
+    meet(memory.wrote)
+    read, erased, kept, pairs = state_products(memory, at)
+    plgpu.commit_smem()  # what was read may be loaded over
+    for tile_slot in at.tile_slots:
+        plgpu.barrier_arrive(memory.free_tile.at[tile_slot])
+    plgpu.barrier_wait(memory.loaded_q)
+    write_sums(memory, at, read, erased, kept)
+    write_pairs(memory, at, pairs, sizes.documents)
+    b_pairs, x, q, k = (
+        memory.pairs.at[0],
+        memory.pairs.at[1],
+        memory.keys.at[0, at.tile],
+        memory.keys.at[1 + slot, at.tile],
+    )
+    target = b, tokens, h, pl.ds(at.tile * TILE, TILE)
+    gradient_k = kept - erased * by_row(memory.vectors.at[slot, 0], TILE)
+    read += product((b_pairs, k))
+    gradient_k += product((b_pairs.T, q), (x, k), (x.T, k))
+
+    @pl.when(group < sizes.key_tiles)
+    def _():
+        put(memory, at, read, d_q.at[target])
+        put(memory, at, gradient_k, d_k.at[target])
+
+    meet(memory.summed)
+    plgpu.barrier_arrive(memory.free_q)
+
+    @pl.when(group == 0)
+    def _():
+        gate_gradients(memory, at, sizes.key_tiles)
+        plgpu.copy_smem_to_gmem(memory.results.at[0], d_decay.at[b, h, tokens])
+        plgpu.copy_smem_to_gmem(memory.results.at[1], d_erase.at[b, h, tokens])
+
+    plgpu.barrier_arrive(memory.free.at[slot])
+
+
+def gradients(x: Inputs, sizes: Sizes, programs: int, *, interpret=None) -> tuple:
+    """(dq, dk [B, T, H, K], d_erase, d_log_decay [B, H, T] float32) from everything that `backward` got, du and D.
+
+    The chunks of all rows are dealt out to so many programs, a divisor of their number."""
     dtype, arrays = x.k.dtype, [array for array in x if array is not None]
+    turns = sizes.batch * sizes.heads * sizes.chunks // programs
 
     def body(*refs):
         inputs, refs = Inputs(*refs[: len(arrays)]), refs[len(arrays) :]
-        dq_gmem, dk_gmem, erase_gmem, decay_gmem, *scratch = refs
-        memory = Memory(*scratch)
+        results, memory = refs[:4], Memory(*refs[4:])
         program, group = lax.axis_index("program"), lax.axis_index("warpgroup")
-        row, chunk = lax.div(program, sizes.chunks), lax.rem(program, sizes.chunks)
-        b, h = lax.div(row, sizes.heads), lax.rem(row, sizes.heads)
-        tokens = pl.ds(chunk * CHUNK, CHUNK)
 
-        @pl.when(group == 0)
+        def place(turn) -> tuple:
+            row, chunk = (
+                lax.div(turn * programs + program, sizes.chunks),
+                lax.rem(turn * programs + program, sizes.chunks),
+            )
+            return lax.div(row, sizes.heads), lax.rem(row, sizes.heads), chunk
+
+        @pl.when(group == GROUPS)
         def _():
-            load_chunk(inputs, memory, sizes, b, h, chunk)
+            plgpu.set_max_registers(REGISTERS[1], action="decrease")
+            lax.fori_loop(0, turns, lambda turn, _: load_chunk(inputs, memory, sizes, place(turn), turn), None)
+            drain(memory, sizes, turns)
 
-        plgpu.barrier_wait(memory.loaded)
-
-        @pl.when(group < sizes.value_tiles)
+        @pl.when(group < GROUPS)
         def _():
-            write_written(memory, group)
-
-        plgpu.barrier_arrive(memory.new)
-        plgpu.barrier_wait(memory.new)
-        plgpu.barrier_wait(memory.loaded_values)
-        write_pairs(memory, group, sizes.documents)
-        plgpu.barrier_wait(memory.loaded_ends)
-
-        @pl.when(group < sizes.key_tiles)
-        def _():
-            d_q, d_k = keys_gradients(memory, group, group)
-            place = b, tokens, h, pl.ds(group * TILE, TILE)
-            put_keys_gradients(memory, group, d_q, d_k, dq_gmem.at[place], dk_gmem.at[place])
-
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(memory.summed)
-
-        @pl.when(group == 0)
-        def _():
-            plgpu.barrier_wait(memory.summed)
-            gate_gradients(memory, sizes.key_tiles)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(memory.results.at[0], decay_gmem.at[b, h, tokens])
-            plgpu.copy_smem_to_gmem(memory.results.at[1], erase_gmem.at[b, h, tokens])
-
-        plgpu.wait_smem_to_gmem(0)
+            plgpu.set_max_registers(REGISTERS[0], action="increase")
+            step = lambda turn, _: compute_chunk(memory, sizes, place(turn), turn, group, results)  # noqa: E731
+            lax.fori_loop(0, turns, step, None)
+            plgpu.wait_smem_to_gmem(0)
 
     summed = jnp.float32 if sizes.heads > sizes.key_heads else dtype  # a sum of heads is rounded once, at its end
     keys = jax.ShapeDtypeStruct((sizes.batch, sizes.time, sizes.heads, sizes.key_dim), summed)
@@ -312,10 +393,10 @@ def gradients(x: Inputs, sizes: Sizes, *, interpret=None) -> tuple:
     return plgpu.kernel(
         body,
         out_type=(keys, keys, gates, gates),
-        scratch_types=gradients_memory(sizes, dtype),
-        grid=(sizes.batch * sizes.heads * sizes.chunks,),
+        scratch_types=scratch(sizes, dtype),
+        grid=(programs,),
         grid_names=("program",),
-        num_threads=2,
+        num_threads=GROUPS + 1,
         thread_name="warpgroup",
         compiler_params=parameters(True),
         interpret=interpret,
@@ -347,5 +428,7 @@ def backward(
         q, k, inverse, gates, documents, d_o, d_final, sizes=sizes, config=reverse_config, interpret=interpret
     )
     inputs = Inputs(q, k, u, d_o, d_u, inverse, starts, ends, gates, erase, documents)
-    d_q, d_k, d_erase, d_log_decay = gradients(inputs, sizes, interpret=interpret)
+    chunks = sizes.batch * sizes.heads * sizes.chunks
+    programs = max(p for p in range(1, reverse_config.multiprocessors + 1) if chunks % p == 0)
+    d_q, d_k, d_erase, d_log_decay = gradients(inputs, sizes, programs, interpret=interpret)
     return d_q, d_k, d_u, d_erase, d_log_decay, d_initial
