@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 from efla_jax.data import needle
-from efla_jax.data.needle import KINDS, ROOM, Needles
+from efla_jax.data.needle import DEPTHS, KINDS, ROOM, Needles
 
 WORDS = np.random.default_rng(0).choice(["Law", "and", "state", "of", "the", "mind", "is", "not", "one"], (900, 7))
+SINGLES = [kind for kind in KINDS if kind.startswith("single")]
+FORMS = {"number": r"[1-9]\d{6}", "uuid": r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}",
+         "words": r"[a-z]+-[a-z]+"}  # fmt: skip
 TEXT = "\n\n".join(" ".join(words).capitalize() + "." for words in WORDS)
 
 
@@ -18,16 +21,16 @@ def encode(text):
 
 
 def needles(kind, **options):
-    return Needles(kind, options.pop("encode", encode), "" if kind == "single_1" else TEXT, **options)
+    return Needles(kind, options.pop("encode", encode), TEXT if KINDS[kind].haystack == "text" else "", **options)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SINGLES)
 @pytest.mark.parametrize("depth", [0, 37, 100])
 def test_a_needle_lies_at_its_depth_and_the_prompt_fills_the_length(kind, depth):
     task = needles(kind)
     for length, index in ((1200, 0), (1900, 5)):
         prompt = task.prompt(length, depth, index)
-        form = r"[1-9]\d{6}" if KINDS[kind].value == "number" else r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[0-9a-f-]{17}"
+        form = FORMS[KINDS[kind].value]
         found = list(re.finditer(rf"One of the special magic (\w+)s for ([a-z]+-[a-z]+) is: ({form})\.", prompt.text))
         assert len(found) == 1
         noun, key, value = found[0].groups()
@@ -45,6 +48,95 @@ def test_a_needle_lies_at_its_depth_and_the_prompt_fills_the_length(kind, depth)
         assert abs(here - depth / 100 * all_of_it) <= (5 if kind == "single_1" else 1)  # a line of noise has five
         one = len(encode(needle.NOISE if kind == "single_1" else max(TEXT.split("\n\n"), key=len))) + 1
         assert length - ROOM - 2 * one < len(prompt.tokens) <= length - ROOM
+
+
+# Of each kind: the first words, how the question asks, and how many needles there are, asked for and not.
+SEVERAL = {
+    "multikey_1": ("A special magic number is", "What is the special magic number for {query}", 4, 1),
+    "multikey_2": ("A special magic number is", "What is the special magic number for {query}", None, 1),
+    "multikey_3": ("A special magic uuid is", "What is the special magic uuid for {query}", None, 1),
+    "multivalue": ("Some special magic numbers are", "What are all the special magic numbers for {query}", 4, 4),
+    "multiquery": ("Some special magic numbers are", "What are all the special magic numbers for {query}", 4, 4),
+}
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+@pytest.mark.parametrize("depth", [needle.DRAWN, 25])
+def test_several_needles_are_told_and_asked_for_as_ruler_does(kind, depth):
+    begins, asks, count, values = SEVERAL[kind]
+    prompt = needles(kind).prompt(2600, depth, 3)
+    noun = KINDS[kind].value
+    plural = noun if values == 1 else f"{noun}s"
+    head, tail = prompt.text.split(f" I will quiz you about the {plural} afterwards.\n")
+    assert head == f"{begins} hidden within the following text. Make sure to memorize it."
+    context, tail = tail.rsplit("\n", 1)
+    form = rf"One of the special magic {noun}s for ({FORMS[KINDS[kind].key]}) is: ({FORMS[noun]})\."
+    told = [(found[1], found[2], found.start() / len(context)) for found in re.finditer(form, context)]
+    if count is None:  # nothing but needles, one a line, most of which are asked for by nobody
+        assert len(told) > 8 and all(re.fullmatch(form, line) for line in context.split("\n"))
+    else:
+        assert len(told) == count and len({key for key, *_ in told}) == KINDS[kind].keys
+    assert len({value for _, value, _ in told}) == len(told)
+    asks = re.escape(asks).replace(re.escape("{query}"), "(.*)")
+    asked = re.fullmatch(rf"{asks} mentioned in the provided text\? (The .*)", tail)
+    query, answer = asked[1], asked[2]
+    names = re.findall(FORMS[KINDS[kind].key], query)
+    assert query == (names[0] if len(names) == 1 else "{}, {}, {}, and {}".format(*names))
+    assert len(names) == KINDS[kind].queries
+    of = {key: [value for name, value, _ in told if name == key] for key in names}
+    assert [value for key in names for value in of[key]] == list(prompt.answers) and len(prompt.answers) == values
+    said = prompt.answers[0] if values == 1 else "{}, {}, {}, and {}".format(*prompt.answers)
+    verb = "is" if values == 1 else "are"
+    assert answer == f"The special magic {plural} for {query} mentioned in the provided text {verb} {said}"
+    # Depths: those that the prompt says, in characters; the first that is asked for where it was wanted.
+    where = {value: place for _, value, place in told}
+    for value, place in zip(prompt.answers, prompt.depths, strict=True):
+        assert abs(where[value] - place / 100) < 0.06
+    assert (25 in prompt.depths) == (depth == 25)
+    if depth == needle.DRAWN and KINDS[kind].haystack == "text":
+        assert len(set(prompt.depths)) == values and set(prompt.depths) <= set(DEPTHS.tolist())
+
+
+def test_without_what_is_asked_for_other_needles_stay():
+    for kind in SEVERAL:
+        prompt = needles(kind).prompt(2600, None, 3)
+        assert prompt.answers == needles(kind).prompt(2600, 0, 3).answers and prompt.depths == ()
+        for value in prompt.answers:
+            assert prompt.text.count(value) == 1
+        others = len(re.findall("One of the special magic", prompt.text))
+        assert others == {"multikey_1": 3, "multivalue": 0, "multiquery": 0}.get(kind, others) and others != 1
+
+
+def test_drawn_depths_reach_everywhere():
+    depths = [needles("single_1").prompt(900, needle.DRAWN, index).depths[0] for index in range(60)]
+    assert min(depths) < 10 and max(depths) > 90 and len(set(depths)) == 60
+
+
+def joined_in_front(text):
+    """A tokenizer whose pieces of text have fewer tokens together than apart: a full stop and what follows are one."""
+    return [int.from_bytes(piece.encode()) for piece in re.findall(r"[.?] ?.?|.", text, re.DOTALL)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [encode, joined_in_front])
+def test_a_prompt_is_as_long_as_it_may_be(kind, tokens):
+    task = needles(kind, encode=tokens)
+    full = len(task.prompt(2000, 50, 1).tokens) + ROOM
+    assert full <= 2000
+    assert len(task.prompt(full, 50, 1).tokens) + ROOM == full
+    assert len(task.prompt(full - 1, 50, 1).tokens) + ROOM < full
+    longer = next(length for length in range(full + 1, full + 400)
+                  if len(task.prompt(length, 50, 1).tokens) + ROOM > full)  # fmt: skip
+    assert longer > 2000 and len(task.prompt(longer, 50, 1).tokens) + ROOM == longer
+
+
+def test_a_question_by_itself_and_the_room_to_answer_it():
+    for kind in KINDS:
+        prompt = needles(kind, room=64, bos=9).prompt(2000, 50, 1)
+        asked = prompt.text.removesuffix(f" {needle.enumerated(prompt.answers)}")
+        assert asked.endswith(("provided text is", "provided text are"))
+        assert prompt.question.tolist() == [9, *encode(asked)]
+        assert 2000 - ROOM < len(prompt.tokens) + len(needle.NOISE) and len(prompt.tokens) <= 2000 - 64
 
 
 def test_a_question_is_a_function_of_seed_and_index():
@@ -112,6 +204,10 @@ def test_words_of_a_folder(tmp_path):
     ("single_2", " ", 999, 0, "haystack: kind='single_2' hides its needle in a text: give a haystack"),
     ("single_2", TEXT[:500], 9999, 0, "do not fill length=9999; give a longer text"),
     ("single_1", "", 300, 0, "length=300 has no room for a sentence"),
+    ("multikey_2", TEXT, 999, 0, "haystack: kind='multikey_2' has its own: leave it out"),
+    ("multivalue", "", 999, 0, "haystack: kind='multivalue' hides its needle in a text: give a haystack"),
+    ("multikey_3", "", 400, 0, "length=400 has no room for a sentence"),
+    ("single_1", "", 999, "deep", "depth='deep' must be a number, 'drawn' or None"),
     ("single_1", "", 999, 101, "depth=101 must lie between 0 and 100"),
 ])  # fmt: skip
 def test_refuses(kind, text, length, depth, message):
@@ -119,6 +215,7 @@ def test_refuses(kind, text, length, depth, message):
         Needles(kind, encode, text).prompt(length, depth)
 
 
-def test_refuses_a_negative_seed():
-    with pytest.raises(ValueError, match="seed=-1 is negative"):
-        Needles("single_1", encode, seed=-1)
+@pytest.mark.parametrize("name", ["seed", "room"])
+def test_refuses_a_negative(name):
+    with pytest.raises(ValueError, match=f"{name}=-1 is negative"):
+        Needles("single_1", encode, **{name: -1})
