@@ -32,10 +32,12 @@ MAY_IMPORT = {
     "metrics": {"shapes"},
     "generate": MODEL_SIDE | LEAVES,
     "evaluate": MODEL_SIDE | LEAVES | {"generate"},
+    "scoring": MODEL_SIDE | LEAVES | {"generate", "evaluate"},
     "train": MODEL_SIDE | LEAVES | {"generate", "evaluate", "flops"},
     "selfcheck": {"shapes", "ops"},
-    "index": MODEL_SIDE | LEAVES | {"generate", "evaluate", "flops", "train", "selfcheck"},
-    "experiments": {"index", "shapes", "model", "flops", "generate", "evaluate", "train", "selfcheck", "configs"}
+    "index": MODEL_SIDE | LEAVES | {"generate", "evaluate", "scoring", "flops", "train", "selfcheck"},
+    "experiments": {"index", "shapes", "model", "flops", "generate", "evaluate", "scoring", "train", "selfcheck"}
+    | {"configs"}
     | LEAVES,
     "configs": set(),
 }
