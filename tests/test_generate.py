@@ -8,7 +8,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from efla_jax.generate import Sampling, continuation, generate, likely, sample
+from efla_jax.generate import Sampling, decode_block, generate, likely, read_piece, sample
 from efla_jax.layers import MIXERS, Reading
 from efla_jax.model import LanguageModel
 
@@ -104,12 +104,12 @@ def test_rows_stop_at_their_own_stop_token():
 
 def test_few_programs_serve_all_lengths():
     module = model("delta_net")
-    before = continuation._cache_size()
+    before = read_piece._cache_size(), decode_block._cache_size()
     for lengths in ((1, 3, 16), (9, 2, 2), (5, 16, 11)):
         prompts = [np.arange(length) % VOCABULARY for length in lengths]
         settings = {"seed": sum(lengths), "temperature": float(lengths[0]), "top_k": lengths[1]}
         generate(module, parameters(module), prompts, max_new_tokens=3, **settings)
-    assert continuation._cache_size() == before + 1
+    assert (read_piece._cache_size(), decode_block._cache_size()) == (before[0] + 1, before[1] + 1)
 
 
 def likely_in_numpy(logits, top_k, top_p):
