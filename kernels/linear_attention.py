@@ -12,6 +12,7 @@ program sums them over the value heads. Written per value head and summed in XLA
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from efla_jax.kernels.linear_attention_mosaic import CHUNK, DOCUMENT, INTO, TILE
 
 KEY_DIMS = (64, 128)
 DTYPES = ("bfloat16", "float16")
+LN2 = math.log(2)
 LEAST, MOST = 2, 32  # chunks that a part of the time has at least; parts at most
 
 
@@ -113,23 +115,23 @@ def flat(x: jax.Array) -> jax.Array:
 
 
 def gate_vectors(log_decay: jax.Array, documents: jax.Array | None) -> jax.Array:
-    """[B, N, H, 3 or 4, C] float32: running sum G of the log decay in a token's own document and chunk; "in" = exp(G)
-    before the chunk's first document start; "out" = exp(G_C - G) in the chunk's last document; with documents their
-    number.
+    """[B, N, H, 3 or 4, C] float32: G / ln 2, G the running sum of the log decay in a token's own document and chunk;
+    "in" = exp(G) before the chunk's first document start; "out" = exp(G_C - G) in the chunk's last document; with
+    documents their number.
 
     The sum starts anew at every document, so a reset costs it no precision."""
     batch, heads, time = log_decay.shape
     g = log_decay.reshape(batch, heads, time // CHUNK, CHUNK).swapaxes(1, 2)
     if documents is None:
         total = jnp.cumsum(g, axis=-1)
-        rows = [total, jnp.exp(total), jnp.exp(total[..., -1:] - total)]
+        rows = [total / LN2, jnp.exp(total), jnp.exp(total[..., -1:] - total)]
     else:
         number = documents.reshape(batch, time // CHUNK, 1, CHUNK)
         seen = jnp.tril(number[..., :, None] == number[..., None, :])
         total = jnp.sum(jnp.where(seen, g[..., None, :], 0.0), axis=-1)
         into = jnp.where(number == 0, jnp.exp(total), 0.0)
         out = jnp.exp(jnp.where(number == number[..., -1:], total[..., -1:] - total, -jnp.inf))
-        rows = [total, into, out, jnp.broadcast_to(number, total.shape)]
+        rows = [total / LN2, into, out, jnp.broadcast_to(number, total.shape)]
     return jnp.stack(rows, axis=-2)
 
 

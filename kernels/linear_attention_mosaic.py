@@ -46,7 +46,8 @@ from efla_jax.kernels.mosaic import (
 )
 
 CHUNK = TILE = 64
-SUM, INTO, OUT, DOCUMENT = range(4)  # rows of the gates: G; in; out; document number, if there are documents
+# Rows of the gates: G / ln 2, for a GPU has 2^x and would multiply for e^x; in; out; document number, if there are any.
+SUM, INTO, OUT, DOCUMENT = range(4)
 SHARED_MEMORY = 227 * 1024  # bytes that a program may use on a Hopper GPU
 LOADER_REGISTERS = 24  # of each thread of the warpgroup that loads; the compute warpgroups share the rest
 f32 = jnp.float32
@@ -159,7 +160,7 @@ def decays(gates, first, *, documents: bool, sign) -> jax.Array:
         number = gates.at[first + DOCUMENT]
         seen &= by_column(number, CHUNK) == by_row(number, CHUNK)
     scale = float(sign) if isinstance(sign, int) else sign.astype(f32)
-    return jnp.exp(jnp.where(seen, difference * scale, MASKED))
+    return jnp.exp2(jnp.where(seen, difference * scale, MASKED))
 
 
 def launch(body, arguments, out, scratch, grid, threads: int, *, automatic_barriers: bool, interpret):
