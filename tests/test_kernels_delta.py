@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec  # noqa: E402
 from efla_jax import ops  # noqa: E402
 from efla_jax.kernels import delta_rule as kernel  # noqa: E402
 from efla_jax.kernels import delta_rule_mosaic as mosaic  # noqa: E402
-from efla_jax.ops import dispatch, pallas  # noqa: E402
+from efla_jax.ops import pallas  # noqa: E402
 from efla_jax.ops.arguments import recurrence  # noqa: E402
 from efla_jax.ops.chunked import chunked  # noqa: E402
 from tests.cases import packed_ids, recurrence_case  # noqa: E402
@@ -120,8 +120,8 @@ def test_time_in_parts(monkeypatch):
 
 
 def test_gradients_through_the_operator(monkeypatch):
-    """Layout, filling up, heads of one key head, values in tiles that share gates, padding tokens: autodiff of the whole
-    path."""
+    """Layout, filling up, heads of one key head, values in tiles that share gates, padding tokens: autodiff of it
+    all."""
     table = importlib.import_module("efla_jax.ops.delta_rule").TABLE
     monkeypatch.setitem(table, "pallas", functools.partial(pallas.delta_rule, interpret=RACES))
     arguments, cotangents = recurrence_case("cosine 0.9", jnp.bfloat16, **{**SMALL, "value_dim": 192})
@@ -173,7 +173,6 @@ UNSUPPORTED = {
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_what_kernels_do_not_serve_is_said_and_auto_takes_chunked(monkeypatch, name):
     dtype, shape, reason = UNSUPPORTED[name]
-    monkeypatch.setattr(dispatch, "KERNELS_IN_AUTO", True)
     monkeypatch.setattr(pallas, "require_hopper", lambda op: "NVIDIA H200")
     (q, k, u, erase, decay, state), _ = recurrence_case("random", dtype, **{**SMALL, "time": 20, **shape})
     with pytest.raises(NotImplementedError, match=f"delta_rule: no GPU kernel for {reason}"):

@@ -233,7 +233,8 @@ def test_vmap_jit_and_repeated_calls_agree():
 
 
 def test_auto_chooses_by_length_and_agrees():
-    assert automatic(1) == ("recurrent",) and automatic(4096)[-1] == "chunked"
+    assert automatic(1) == ("recurrent",) and automatic(4096) == ("pallas", "chunked")
+    assert automatic(1, 1 << 28) == ("pallas", "recurrent") and automatic(2, 1 << 28) == ("recurrent",)
     (q, k, u, erase, decay, state), _ = recurrence_case("random")
     auto = ops.delta_rule(q, k, u, erase, decay, initial_state=state)
     assert_close(auto, compiled_forward("chunked", True)((q, k, u, erase, decay, state), None), ("o", "state"), 1e-6)

@@ -60,6 +60,7 @@ def delta_rule(
     x = recurrence(q, k, u, erase, log_decay, initial_state, segment_ids)
 
     def run(x):
-        return dispatch("delta_rule", implementation, TABLE, automatic(x.k.shape[1]), (x, chunk_size))
+        auto = automatic(x.k.shape[1], 4 * x.initial_state.size)
+        return dispatch("delta_rule", implementation, TABLE, auto, (x, chunk_size))
 
     return recurrence_over_mesh(run, x)

@@ -11,7 +11,7 @@ import jax
 
 Table = Mapping[str, Callable[..., Any]]
 SHORT = 8  # tokens up to which the scan is cheaper than a chunk
-KERNELS_IN_AUTO = False  # whether "auto" tries the GPU kernels of a recurrence: not before they are measured on a GPU
+LARGE_STATE = 16 << 20  # bytes of all states from which the kernel of one token is the faster one (H200, delta rule)
 
 
 def on_gpu() -> bool:
@@ -19,11 +19,12 @@ def on_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
-def automatic(time: int) -> tuple[str, ...]:
-    """What "auto" tries for a recurrence over this many tokens, in order."""
+def automatic(time: int, state_bytes: int = 0) -> tuple[str, ...]:
+    """What "auto" tries for a recurrence over this many tokens, in order; state_bytes: of an operator that has a kernel
+    of one token worth trying."""
     if time <= SHORT:
-        return ("recurrent",)
-    return ("pallas", "chunked") if KERNELS_IN_AUTO else ("chunked",)
+        return ("pallas", "recurrent") if time == 1 and state_bytes >= LARGE_STATE else ("recurrent",)
+    return ("pallas", "chunked")
 
 
 def missing_kernel(op: str) -> Callable[..., NoReturn]:

@@ -154,6 +154,10 @@ def delta_rule(x: Recurrence, _chunk_size: int, config=None, interpret=None) -> 
     kind = require_hopper("delta_rule") if interpret is None else "interpreter"
     if x.u.size == 0:  # no token, no row or no channel to write
         return x.u, x.initial_state
+    if x.k.shape[1] == 1:
+        from efla_jax.ops.pallas_step import one_token
+
+        return one_token(x, interpret)
     from efla_jax.kernels import delta_rule as kernel
 
     require_one_dtype("delta_rule", x)

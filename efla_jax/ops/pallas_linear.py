@@ -69,6 +69,10 @@ def linear_attention(x: Recurrence, _chunk_size: int, config=None, interpret=Non
     kind = require_hopper("linear_attention") if interpret is None else "interpreter"
     if x.u.size == 0:  # no token, no row or no channel to write
         return x.u, x.initial_state
+    if x.k.shape[1] == 1:
+        from efla_jax.ops.pallas_step import one_token
+
+        return one_token(x, interpret)
     from efla_jax.kernels import linear_attention as kernel
 
     require_one_dtype("linear_attention", x)
