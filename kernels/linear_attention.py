@@ -16,6 +16,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from efla_jax.kernels.linear_attention_gradients import BALANCE, KEPT, LEFT, Inputs, gradients
 from efla_jax.kernels.linear_attention_mosaic import CHUNK, DOCUMENT, INTO, TILE, Plan, Sizes, accumulate, walk
@@ -114,6 +115,21 @@ def flat(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:2], -1)
 
 
+def summed(x: jax.Array, seen: jax.Array) -> jax.Array:
+    """Sums over j of x [B, N, H, C] where seen [C, C] or [B, N, C, C] (i, j), in float32.
+
+    A product with a matrix of ones is one launch on a GPU, a cumulative sum several."""
+    spec = "bnhj,ij->bnhi" if seen.ndim == 2 else "bnhj,bnij->bnhi"
+    return jnp.einsum(spec, x, seen.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+
+
+def same_document(number: jax.Array | None) -> jax.Array:
+    """[B, N, C, C] bool: tokens of one document, number [B, N, 1, C]; [C, C] if there is one document (None)."""
+    if number is None:
+        return jnp.ones((CHUNK, CHUNK), bool)
+    return (number[..., :, None] == number[..., None, :])[:, :, 0]
+
+
 def gate_vectors(log_decay: jax.Array, documents: jax.Array | None) -> jax.Array:
     """[B, N, H, 3 or 4, C] float32: G / ln 2, G the running sum of the log decay in a token's own document and chunk;
     "in" = exp(G) before the chunk's first document start; "out" = exp(G_C - G) in the chunk's last document; with
@@ -122,17 +138,14 @@ def gate_vectors(log_decay: jax.Array, documents: jax.Array | None) -> jax.Array
     The sum starts anew at every document, so a reset costs it no precision."""
     batch, heads, time = log_decay.shape
     g = log_decay.reshape(batch, heads, time // CHUNK, CHUNK).swapaxes(1, 2)
-    if documents is None:
-        total = jnp.cumsum(g, axis=-1)
-        rows = [total / LN2, jnp.exp(total), jnp.exp(total[..., -1:] - total)]
-    else:
-        number = documents.reshape(batch, time // CHUNK, 1, CHUNK)
-        seen = jnp.tril(number[..., :, None] == number[..., None, :])
-        total = jnp.sum(jnp.where(seen, g[..., None, :], 0.0), axis=-1)
-        into = jnp.where(number == 0, jnp.exp(total), 0.0)
-        out = jnp.exp(jnp.where(number == number[..., -1:], total[..., -1:] - total, -jnp.inf))
-        rows = [total / LN2, into, out, jnp.broadcast_to(number, total.shape)]
-    return jnp.stack(rows, axis=-2)
+    number = None if documents is None else documents.reshape(batch, time // CHUNK, 1, CHUNK)
+    total = summed(g, jnp.tril(same_document(number)))
+    into, out = total, total[..., -1:] - total
+    if number is None:
+        return jnp.stack([total / LN2, jnp.exp(into), jnp.exp(out)], axis=-2)
+    into = jnp.where(number == 0, into, -jnp.inf)
+    out = jnp.where(number == number[..., -1:], out, -jnp.inf)
+    return jnp.stack([total / LN2, jnp.exp(into), jnp.exp(out), jnp.broadcast_to(number, total.shape)], axis=-2)
 
 
 def starts_of_parts(added, gates, initial, *, backwards: bool) -> jax.Array:
@@ -182,14 +195,10 @@ def decay_gradient(sums, gates, sizes: Sizes) -> jax.Array:
     state = query[..., KEPT, :].sum(-1) + (key[..., KEPT, :].sum(-1) if sizes.key_dim > TILE else 0.0)
     ahead = query[..., LEFT, :] + query[..., BALANCE, :] - key[..., BALANCE, :]
     ahead = ahead.at[..., -1].add(gates[..., INTO, -1] * state)
-    before = jnp.pad(jnp.cumsum(key[..., LEFT, :], axis=-1)[..., :-1], [(0, 0)] * 3 + [(1, 0)])
-    if sizes.rows > DOCUMENT:
-        number = gates[:, :, :1, DOCUMENT, :]
-        seen = jnp.triu(number[..., :, None] == number[..., None, :])
-        behind = jnp.sum(jnp.where(seen, ahead[..., None, :], 0.0), axis=-1)
-    else:
-        behind = jnp.flip(jnp.cumsum(jnp.flip(ahead, -1), axis=-1), -1)
-    return (before + behind).swapaxes(1, 2).reshape(sizes.batch, sizes.heads, -1)
+    number = gates[:, :, :1, DOCUMENT, :] if sizes.rows > DOCUMENT else None
+    gradient = summed(ahead, jnp.triu(same_document(number)))
+    gradient += summed(key[..., LEFT, :], jnp.tril(same_document(None), -1))
+    return gradient.swapaxes(1, 2).reshape(sizes.batch, sizes.heads, -1)
 
 
 def backward(q, k, u, saved, d_o, d_final_state, *, config: Config, interpret=None):
