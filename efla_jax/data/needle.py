@@ -23,7 +23,7 @@ for the same keys and values at every length and depth.
 import re
 import uuid
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,13 +83,14 @@ KINDS = {
 class Prompt(NamedTuple):
     """A question with its answer, tokens [T] int32 and text; tokens[start:] are the answer, which text ends with.
 
-    question: the tokens of the question by itself, after which a model is to speak. answers: the values asked for, and
-    their depths, percent (none where they were left out)."""
+    question: the text without the answer, after which a model is to speak; answer: what text has beyond it. answers:
+    the values asked for, and their depths, percent (none where they were left out)."""
 
     tokens: np.ndarray
     start: int
     text: str
-    question: np.ndarray | None = None
+    question: str = ""
+    answer: str = ""
     answers: tuple[str, ...] = ()
     depths: tuple[float, ...] = ()
 
@@ -153,23 +154,24 @@ class Needles:
         said = f" {enumerated([value for _, value in answers])}"
         budget = length - self._room
 
-        def text_of(count: int) -> str:
-            return self._prompt(question, count, needles, index)
+        @lru_cache(maxsize=2)  # the last two counts that are tried are those on both sides of the length
+        def ids_of(count: int) -> np.ndarray:
+            return self._ids(self._prompt(question, count, needles, index) + said)
 
         def size(count: int) -> int:
-            return len(self._ids(text_of(count) + said))
+            return len(ids_of(count))
 
         count = self._count(size, budget, length, index)
         if not count:
             raise ValueError(f"length={length} has no room for a sentence of the haystack beside the question and its "
                              f"{self._room} tokens to answer in; give a longer one")  # fmt: skip
-        text = text_of(count)
-        both, alone = self._ids(text + said), self._ids(text)
+        text = self._prompt(question, count, needles, index)
+        both, alone = ids_of(count), self._ids(text)
         least = min(len(both), len(alone))
         differs = both[:least] != alone[:least]  # a tokenizer may join the prompt's last word and what follows
         start = int(np.argmax(differs)) if differs.any() else least
         depths = () if depth is None else tuple(place for place, _ in answers)
-        return Prompt(both, start, text + said, alone, tuple(value for _, value in answers), depths)
+        return Prompt(both, start, text + said, text, said, tuple(value for _, value in answers), depths)
 
     def _draw(self, rng: np.random.Generator, of: str) -> str:
         if of == "words":
