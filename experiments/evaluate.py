@@ -18,7 +18,6 @@ in the same haystack, filled up to the same length, and the share of the answer'
 import argparse
 import pathlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,44 +25,9 @@ from tqdm import tqdm
 
 from efla_jax import evaluate
 from efla_jax.data import needle, open_shards, readers, shards
-from efla_jax.data.tokenizer import Tokenizer, TokenizerSpec, load_tokenizer
-from efla_jax.model import LanguageModel
-from efla_jax.train import settings
-from experiments import runs
-
-
-class Trained(NamedTuple):
-    """A language model of a run, and how its float32 products are multiplied."""
-
-    model: LanguageModel
-    params: Any
-    folder: pathlib.Path
-    precision: str
-
-
-def recorded(chosen: argparse.Namespace) -> tuple[pathlib.Path, dict]:
-    """(folder, config) of the run --run, which must be one of text."""
-    folder, config = runs.recorded(chosen.run, "run")
-    if config["data"]["kind"] not in ("text", "tokens"):
-        raise ValueError(f"--run={chosen.run}: trained on {config['data']['kind']}; give a run of a language model.")
-    return folder, config
-
-
-def trained(chosen: argparse.Namespace, config: dict, folder: pathlib.Path, vocab_size: int, sha256: str) -> Trained:
-    """The run --run, whose tokens must be those of the tokenizer with that hash."""
-    model = settings.section(config, "model", LanguageModel, {"vocab_size": vocab_size})
-    params, known = runs.scored_params(chosen.run, config, model)
-    if known != sha256:
-        raise ValueError(f"--run={chosen.run}: trained with tokenizer {known!r}, and this one is {sha256!r}: its tokens"
-                         " mean something else. Give the run's own.")  # fmt: skip
-    return Trained(model, params, folder, config["train"]["matmul_precision"])
-
-
-def tokenizer_of(chosen: argparse.Namespace, config: dict) -> Tokenizer:
-    """That of the run: bytes, or the file --tokenizer."""
-    if config["data"]["kind"] == "tokens" and not chosen.tokenizer:
-        raise ValueError("--tokenizer: missing; give the one that the run's data were prepared with.")
-    return load_tokenizer(TokenizerSpec(chosen.tokenizer or "bytes", chosen.eos, chosen.bos, chosen.pattern))
+from efla_jax.data.tokenizer import Tokenizer
+from experiments import language_runs
+from experiments.language_runs import Trained, positive, recorded, tokenizer_of, trained
 
 
 def documents_of_text(path: str, tokenizer: Tokenizer, least: int) -> Iterator[np.ndarray]:
@@ -177,13 +141,6 @@ def find_needles(chosen: argparse.Namespace) -> None:
     write(rows, chosen, folder, "needle.csv")
 
 
-def positive(word: str) -> int:
-    """A whole number from 1 on."""
-    if not word.isdecimal() or not int(word):
-        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number from 1 on")
-    return int(word)
-
-
 def several(word: str) -> list[int]:
     """Whole numbers from 0 on, with commas between them."""
     if not all(part.isdecimal() for part in word.split(",")):
@@ -193,13 +150,7 @@ def several(word: str) -> list[int]:
 
 def parser() -> argparse.ArgumentParser:
     """Of every command: its options, and what it runs, as `command`."""
-    shared = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    shared.add_argument("--run", type=pathlib.Path, required=True, help="folder of a run, or of one of its steps")
-    shared.add_argument("--tokenizer", default="", help="that of the run's data, as of prepare_data; not for bytes")
-    for name in ("eos", "bos", "pattern"):
-        shared.add_argument(f"--{name}", default="", help="as of prepare_data, if it was given there")
-    shared.add_argument("--batch_tokens", type=positive, default=32768, help="tokens of a batch, or one row")
-    shared.add_argument("--out", default="", help="folder to write to; the run's by default")
+    shared = language_runs.run_arguments()
     whole = argparse.ArgumentParser(allow_abbrev=False, prog="python -m experiments.evaluate")
     commands = whole.add_subparsers(required=True, metavar="|".join(("per_position", "needle")))
 

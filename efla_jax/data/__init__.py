@@ -28,6 +28,7 @@ from efla_jax.data.packing import PackedRows
 from efla_jax.data.recall import Recall, RecallDataset
 from efla_jax.data.shards import TokenSplits, open_shards
 from efla_jax.data.text import END_OF_DOCUMENT, VOCAB_SIZE, Corpus, TextSplits, load_text
+from efla_jax.data.tokenizer import TokenizerSpec, load_tokenizer
 from efla_jax.data.windows import Concatenated, TokenWindows
 
 __all__ = [
@@ -105,6 +106,7 @@ class TextDataset:
     vocab_size = VOCAB_SIZE
     bytes_per_token = 1.0
     tokenizer_hash = "bytes"
+    vocabulary = load_tokenizer(TokenizerSpec()).describe()
 
     def __init__(self, config: DataConfig):
         self._config = config
@@ -147,7 +149,8 @@ class TokenDataset:
     """Language modelling on folders of tokenised shards with splits "train" and "valid"; `sources` are the folders.
 
     bytes_per_token: raw bytes of the valid split by its targets, so that bits per byte = bits per token /
-    bytes_per_token, with the convention of TextDataset (0.0: unknown). tokenizer_hash: that of the tokenizer's file.
+    bytes_per_token, with the convention of TextDataset (0.0: unknown). tokenizer_hash: that of the tokenizer's file;
+    vocabulary: what `Tokenizer.describe` says of it, EOS and BOS among it.
     """
 
     kind = "tokens"
@@ -161,7 +164,7 @@ class TokenDataset:
                 raise ValueError(f"paths mix two tokenizers: {self.paths[0]!r} has {first.tokenizer}, {path!r} has "
                                  f"{source.manifest.tokenizer}; prepare both with the same one")
         self.vocab_size = int(first.tokenizer["vocab_size"])
-        self.tokenizer_hash = str(first.tokenizer["sha256"])
+        self.tokenizer_hash, self.vocabulary = str(first.tokenizer["sha256"]), dict(first.tokenizer)
         targets, raw = (sum(source.manifest.total(name, "valid") for source in self.sources)
                                 for name in ("targets", "target_bytes"))
         if not targets:

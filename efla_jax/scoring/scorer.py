@@ -67,7 +67,7 @@ def fingerprint(model, params, precision: str = "") -> str:
 class Scorer:
     """A model with its tokenizer, and how requests are put to it.
 
-    begin         see `beginning`; None: the policy "auto" of the tokenizer
+    policy        how contexts begin: see `beginning`
     max_length    most tokens that are read for one target, as the window of training (0: no limit)
     batch_tokens, piece    see `row_scores`
     journal       where results are kept and looked for; precision names products in their keys
@@ -78,7 +78,7 @@ class Scorer:
     model: Any
     params: Any
     tokenizer: Tokenizer
-    begin: Beginning | None = None
+    policy: str = "auto"
     max_length: int = 0
     batch_tokens: int = 32768
     piece: int = 4096
@@ -92,7 +92,7 @@ class Scorer:
         if self.tokenizer.vocab_size > self.model.vocab_size:
             raise ValueError(f"tokenizer: it has {self.tokenizer.vocab_size} tokens, the model {self.model.vocab_size};"
                              " give the model's own.")  # fmt: skip
-        self.begin = beginning(self.tokenizer) if self.begin is None else self.begin
+        self.begin = beginning(self.tokenizer, self.policy)
         self.counts: Counter[str] = Counter()
         self._identity = fingerprint(self.model, self.params, self.precision)
 

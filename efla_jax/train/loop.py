@@ -309,7 +309,9 @@ EVERY = ("log", "signals", "eval", "save")
 
 def save(job: Job, step: int, state: TrainState, iterator, scores: dict[str, float]) -> None:
     """Begin to write the checkpoint of a step."""
-    metadata = {"config": json.loads(json.dumps(job.config)), "tokenizer": tokenizer_of(job.parts.dataset)}
+    dataset = job.parts.dataset
+    metadata = {"config": json.loads(json.dumps(job.config)), "tokenizer": tokenizer_of(dataset)}
+    metadata["vocabulary"] = getattr(dataset, "vocabulary", {})  # with EOS and BOS: how scored texts begin and end
     with job.clock.on("save"):
         job.checkpointer.save(step, state, iterator.get_state(), metadata, scores or None)
 
