@@ -11,6 +11,7 @@ them add 1e-6 to |q|^2 and |k|^2 before the root and ours add nothing, for which
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -25,8 +26,8 @@ class Family(NamedTuple):
 
     name is its model_type. fixed: {field of their config: values that ours can do}, where a field that is absent is
     taken as allowed; fixed_here: the same of our mixer, and `mlp`. fields(config) gives the section `model` of a run's
-    config, config(model) their config of that section with the mixer's fields in full. buffers: tensors of their files
-    that the config determines."""
+    config, config(model) their config of that section with the mixer's fields in full. buffers: which tensors of
+    their files follow from the config, as a regular expression."""
 
     name: str
     architecture: str
@@ -37,6 +38,9 @@ class Family(NamedTuple):
     fields: Callable[[Fields], dict[str, Any]]
     config: Callable[[Fields, Fields], dict[str, Any]]
     buffers: str = ""
+
+    def is_buffer(self, name: str) -> bool:
+        return bool(self.buffers) and re.fullmatch(self.buffers, name) is not None
 
 
 def qwen_mixer(config: Fields) -> dict[str, Any]:
@@ -362,3 +366,32 @@ FAMILIES = {
         ),
     )
 }  # fmt: skip
+
+
+def check_config(family: Family, config: Fields) -> None:
+    """Raise ValueError listing the fields of their config.json that ours cannot do."""
+    wrong = [f"{name}={config[name]!r}, only {' or '.join(map(repr, allowed))} can be converted"
+             for name, allowed in family.fixed.items() if name in config and config[name] not in allowed]  # fmt: skip
+    if wrong:
+        raise ValueError(f"config.json ({family.name}): " + "; ".join(wrong) + ".")
+
+
+def check_model(family: Family, model: Fields, mixer: Fields, mixers: set[str], inexact: bool) -> None:
+    """Raise ValueError listing what a family cannot express of a model and its mixer; inexact: whether epsilons of
+    norms may differ, of which they have one and we two."""
+    if mixers != {family.mixer}:
+        raise ValueError(f"mixers: a model of {sorted(mixers)} is no {family.name}, which is all {family.mixer}; name"
+                         " another family.")  # fmt: skip
+    known = {**mixer, **{name: model[name] for name in ("norm", "norm_position", "mlp")}}
+    fixed = {"norm": ("rms",), "norm_position": ("pre",), **family.fixed_here}
+    wrong = [f"{name}={known[name]!r}, and theirs is always {' or '.join(map(repr, allowed))}"
+             for name, allowed in fixed.items() if known[name] not in allowed]  # fmt: skip
+    if wrong:
+        raise ValueError(f"the model cannot be exported as {family.name}: " + "; ".join(wrong) + ".")
+    delta = family.mixer in ("delta_net", "gated_delta_net")
+    wanted = model["norm_eps"] * (mixer["head_dim"] if delta else 1)
+    used = family.mixer != "attention" or mixer["qk_norm"]
+    if used and not inexact and not math.isclose(mixer["norm_eps"], wanted, rel_tol=1e-6):
+        times = f" (norm_eps={model['norm_eps']:g} of the model times K={mixer['head_dim']})" if delta else ""
+        raise ValueError(f"norm_eps: {mixer['norm_eps']:g} in the mixer's norm, and theirs would be {wanted:g}{times}:"
+                         " its outputs would differ where they are small. Export with --inexact all the same.")

@@ -4,15 +4,14 @@ A table is a tuple of `interchange.Tensor`. Those of flash-linear-attention (fla
 is the same in both.
 """
 
-from collections.abc import Mapping
-
 from efla_jax.checkpoint.interchange import Tensor
 
+Rows = dict[str, str | tuple[str, ...]]  # {name of theirs: its leaf, or leaves}
 HEAD, TABLE = "lm_head/kernel", "embed/embedding"
 ENDINGS = ("weight", "bias", "A_log", "dt_bias", "D", "L")
 
 
-def per_layer(prefix: str, names: Mapping[str, str | tuple[str, ...]]) -> tuple[Tensor, ...]:
+def per_layer(prefix: str, names: Rows) -> tuple[Tensor, ...]:
     """Rows of a table: `prefix`{layer}.NAME.weight (or NAME itself where it ends in a parameter's name)."""
     named = {name if name.rpartition(".")[2] in ENDINGS else f"{name}.weight": leaves for name, leaves in names.items()}
     return tuple(
@@ -26,39 +25,39 @@ def around(embeddings: str, norm: str) -> tuple[Tensor, ...]:
     return Tensor(embeddings, (TABLE,)), Tensor(norm, ("final_norm/scale",)), Tensor("lm_head.weight", (HEAD,))
 
 
-MLP = {f"mlp.{name}": f"mlp/{name}/kernel" for name in ("gate_proj", "up_proj", "down_proj")}
-FLA_NORMS = {"attn_norm": "mixer_norm/scale", "mlp_norm": "mlp_norm/scale"}
+MLP: Rows = {f"mlp.{name}": f"mlp/{name}/kernel" for name in ("gate_proj", "up_proj", "down_proj")}
+FLA_NORMS: Rows = {"attn_norm": "mixer_norm/scale", "mlp_norm": "mlp_norm/scale"}
 QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
-FLA_DELTA = (
+FLA_DELTA: Rows = (
     {f"attn.{name}": f"mixer/{name}/kernel" for name in (*QKVO, "b_proj", "g_proj", "a_proj")}
     | {f"attn.{name}_conv1d": f"mixer/{name}_conv/weight" for name in "qkv"}
     | {"attn.o_norm": "mixer/o_norm/scale", "attn.A_log": "mixer/A_log", "attn.dt_bias": "mixer/dt_bias"}
 )
 IN_PROJ = tuple(f"mixer/{name}_proj/kernel" for name in ("z", "x", "B", "C", "dt"))
-MIXER_MAMBA2 = {
+MIXER_MAMBA2: Rows = {
     "mixer.conv1d.weight": tuple(f"mixer/{name}_conv/weight" for name in "xBC"),
     "mixer.conv1d.bias": tuple(f"mixer/{name}_conv/bias" for name in "xBC"),
     "mixer.A_log": "mixer/A_log", "mixer.dt_bias": "mixer/dt_bias", "mixer.D": "mixer/D",
     "mixer.norm": "mixer/norm/scale", "mixer.out_proj": "mixer/out_proj/kernel",
 }  # fmt: skip
-MIXER_LOG_LINEAR = MIXER_MAMBA2 | {
+MIXER_LOG_LINEAR: Rows = MIXER_MAMBA2 | {
     "mixer.in_proj": (*IN_PROJ, "mixer/level_weights/level_proj/kernel"), "mixer.L": "mixer/level_weights/scale",
     "mixer_norm": "mixer_norm/scale", "mlp_norm": "mlp_norm/scale",
 }  # fmt: skip
 BACKBONE = around("backbone.embeddings.weight", "backbone.norm_f.weight")
-LLAMA_LAYER = (
+LLAMA_LAYER: Rows = (
     {f"self_attn.{name}": f"mixer/{name}/kernel" for name in QKVO}
     | {"self_attn.q_norm": "mixer/q_norm/scale", "self_attn.k_norm": "mixer/k_norm/scale"}
     | {"input_layernorm": "mixer_norm/scale", "post_attention_layernorm": "mlp_norm/scale"}
 )
-FLA_ATTENTION = {f"attn.{name}": f"mixer/{name}/kernel" for name in QKVO} | {
+FLA_ATTENTION: Rows = {f"attn.{name}": f"mixer/{name}/kernel" for name in QKVO} | {
     "attn.q_norm": "mixer/q_norm/scale", "attn.k_norm": "mixer/k_norm/scale",
 }  # fmt: skip
 
 FLA = around("model.embeddings.weight", "model.norm.weight")
 DELTA = FLA + per_layer("model.layers.", FLA_NORMS | FLA_DELTA | MLP)
 TRANSFORMER = FLA + per_layer("model.layers.", FLA_NORMS | FLA_ATTENTION | MLP)
-MAMBA2_LAYER = MIXER_MAMBA2 | {"norm": "mixer_norm/scale", "mixer.in_proj": IN_PROJ}
+MAMBA2_LAYER: Rows = MIXER_MAMBA2 | {"norm": "mixer_norm/scale", "mixer.in_proj": IN_PROJ}
 MAMBA2 = BACKBONE + per_layer("backbone.layers.", MAMBA2_LAYER)
 LOG_LINEAR_MAMBA2 = BACKBONE + per_layer("backbone.layers.", MIXER_LOG_LINEAR | MLP)
 LLAMA = around("model.embed_tokens.weight", "model.norm.weight") + per_layer("model.layers.", LLAMA_LAYER | MLP)
