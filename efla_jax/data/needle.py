@@ -255,13 +255,7 @@ class Needles:
             some = self._haystack(16, index)
             most, each = max(room, 0), (size(16) - size(0)) / len(some)
             guess = int(room / each)
-        low, high = 0, most + 1  # low fits, and high does not
-        while high - low > 1:  # a text's sentences together may have a few tokens more or fewer than apart
-            guess = min(max(guess, low + 1), high - 1)
-            left = budget - size(guess)
-            low, high = (guess, high) if left >= 0 else (low, guess)
-            guess += int(left / each)
-        return low
+        return most_that_fits(size, budget, most, guess, each)
 
     def _prompt(self, question: Question, count: int, needles: Sequence[tuple[float, str]], index: int) -> str:
         kind, sentences = self._kind, self._haystack(count, index)
@@ -280,6 +274,20 @@ class Needles:
 def enumerated(words: Sequence[str]) -> str:
     """Several as RULER asks for them, "a, b, and c"; one by itself."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])}, and {words[-1]}"
+
+
+def most_that_fits(size: Callable[[int], int], budget: int, most: int, guess: int, each: float) -> int:
+    """The count from 0 to `most` with size(count) <= budget < size(count + 1), where 0 is taken to fit.
+
+    guess: where to begin; each: about what one of them adds to the size. What is put together may be tokenised to a few
+    tokens more or fewer than its parts, so every count is measured as a whole."""
+    low, high = 0, most + 1  # low fits, and high does not
+    while high - low > 1:
+        guess = min(max(guess, low + 1), high - 1)
+        left = budget - size(guess)
+        low, high = (guess, high) if left >= 0 else (low, guess)
+        guess += int(left / each)
+    return low
 
 
 def lay_out(prompts: Sequence[Prompt], length: int) -> dict[str, np.ndarray]:
