@@ -8,7 +8,19 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from efla_jax.generate import Sampling, decode_block, generate, likely, read_piece, sample
+from efla_jax.generate import (
+    Choice,
+    Decoding,
+    Sampling,
+    decode_block,
+    generate,
+    likely,
+    prefill,
+    read_piece,
+    sample,
+    snapshot,
+    take,
+)
 from efla_jax.layers import MIXERS, Reading
 from efla_jax.model import LanguageModel
 
@@ -110,6 +122,195 @@ def test_few_programs_serve_all_lengths():
         settings = {"seed": sum(lengths), "temperature": float(lengths[0]), "top_k": lengths[1]}
         generate(module, parameters(module), prompts, max_new_tokens=3, **settings)
     assert (read_piece._cache_size(), decode_block._cache_size()) == (before[0] + 1, before[1] + 1)
+
+
+SERVED = ("efla", "attention", "log_linear_mamba2")  # one of each kind of cache in one model
+
+
+def test_pieces_give_the_tokens_of_one_pass():
+    """Pieces that divide no prompt, down to single tokens; the prompts end in different pieces."""
+    module = model(*SERVED)
+    run = functools.partial(generate, module, parameters(module), PROMPTS, max_new_tokens=8, greedy=True)
+    whole = run()
+    assert run(piece=5) == whole and run(piece=1, block=3) == whole
+    one, parts = (prefill(module, parameters(module), PROMPTS, piece=piece) for piece in (16, 5))
+    np.testing.assert_allclose(parts.logits, one.logits, rtol=1e-4, atol=1e-4)  # float32, other orders of sums
+    assert parts.length.tolist() == [3, 7, 12]
+
+
+def test_a_prefix_goes_on_many_times_and_takes_rows():
+    """A prompt in two calls is the prompt in one; rows are repeated and left out; the prefix stays as it was."""
+    module = model(*SERVED)
+    params, how = parameters(module), Choice(temperature=0.9, seed=7)
+    heads, tails = [p[:2] for p in PROMPTS], [p[2:] for p in PROMPTS]
+    start = prefill(module, params, heads, coming=20)
+
+    def said(prefix, **options):
+        return np.concatenate(list(Decoding(module, params, prefix, how, max_new_tokens=8, **options)), axis=1).tolist()
+
+    for _ in range(2):
+        assert said(prefill(module, params, tails, prefix=start)) == said(prefill(module, params, PROMPTS, coming=20))
+    rows = [2, 0, 2]
+    again = prefill(module, params, [tails[i] for i in rows], prefix=take(start, rows))
+    assert said(again, streams=rows) == [said(prefill(module, params, PROMPTS, coming=20))[i] for i in rows]
+    unread = prefill(module, params, [[], tails[1], []], prefix=start)
+    np.testing.assert_array_equal(unread.logits[0], start.logits[0])
+    assert unread.length.tolist() == [2, 7, 2]
+    with pytest.raises(ValueError, match="prefix: it has 3 rows, and there are 1 prompts"):
+        prefill(module, params, [[1]], prefix=start)
+    with pytest.raises(ValueError, match="rows: .* from 0 to 2"):
+        take(start, [3])
+
+
+def test_padding_that_a_caller_passes_is_invisible():
+    """On the left, on both sides and inside, in pieces too; and an earlier document in the row is forgotten."""
+    module = model(*SERVED)
+    run = functools.partial(generate, module, parameters(module), max_new_tokens=8, greedy=True)
+    bare = run(PROMPTS)
+    tokens, ids = np.full((3, 16), 22), np.zeros((3, 16), np.int32)
+    for row, (prompt, places) in enumerate(zip(PROMPTS, (range(13, 16), range(4, 11), range(16)), strict=True)):
+        places = [p for p in places if row < 2 or p not in (0, 3, 7, 8)]
+        tokens[row, places], ids[row, places] = prompt, 3
+    assert run(tokens, segment_ids=ids) == run(tokens, segment_ids=ids, piece=6) == bare
+    ids[1, :4] = 9
+    assert run(tokens, segment_ids=ids) == bare
+    with pytest.raises(ValueError, match="segment_ids: int32"):
+        run(tokens, segment_ids=ids[:, 1:])
+
+
+@pytest.mark.parametrize("mixer", ["gated_delta_net", "log_linear_mamba2"])
+def test_a_piece_of_a_long_prompt_needs_constant_memory(mixer):
+    """The program that reads a piece is the same for a prompt of any length where the cache does not grow, and what it
+    needs is a small part of what a pass over the whole prompt would."""
+    module = model(mixer)
+
+    def temporary(time, room):
+        cache = module.init_cache(1, max_length=room)
+        ids = jnp.zeros((1, time), jnp.int32)
+        lowered = read_piece.lower(module, parameters(module), ids, ids, jnp.zeros((1, VOCABULARY)), cache)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    piece = temporary(128, 1 << 17)
+    assert piece == temporary(128, 1 << 10)
+    assert temporary(2048, 1 << 11) > 8 * piece
+
+
+def test_caches_grow_while_a_text_grows():
+    """A prefix that was made with no room goes on beyond it, and a pool of NAtS-L that is too small grows."""
+    module = model("attention")
+    prompt = [(7 * i + 3) % VOCABULARY for i in range(60)]
+    short = prefill(module, parameters(module), [prompt])
+    assert short.cache[0].kv.k.shape[2] == 64
+    more = np.concatenate(list(Decoding(module, parameters(module), short, Choice(0.0), max_new_tokens=20)), axis=1)
+    assert more[0].tolist() == reread(module, prompt, 20, 80)
+
+    options = {"nats_l": {**OPTIONS["nats_l"], "softmax_room": 0.05}}
+    tight = model("nats_l").clone(mixer_options=options)
+    run = functools.partial(generate, prompts=[prompt], max_new_tokens=20, greedy=True, piece=16)
+    assert tight.init_cache(1, max_length=128)[0].kv.k.shape[2] == 1
+    assert run(tight, parameters(model("nats_l"))) == run(model("nats_l"), parameters(model("nats_l")))
+
+
+def test_what_is_not_finite_is_an_error_that_says_where():
+    module = model("efla")
+    params = parameters(module)
+    table = params["params"]["embed"]["embedding"].at[11].set(jnp.nan)
+    broken = {"params": {**params["params"], "embed": {"embedding": table}}}
+    with pytest.raises(FloatingPointError, match=r"prompts\[1\]: from its token 5 on .*rows \[1\]"):
+        generate(module, broken, [[1, 2, 3], [1, 2, 3, 4, 5, 11, 6, 7]], max_new_tokens=2, piece=2)
+    ids = np.array([[0, 0, 0, 1, 1, 1]])
+    with pytest.raises(FloatingPointError, match=r"prompts\[0\]: from its token 2 on"):
+        generate(module, broken, np.array([[0, 0, 0, 1, 2, 11]]), segment_ids=ids, max_new_tokens=2, piece=4)
+    prompts = [list(PROMPTS[0]), list(PROMPTS[1])]
+    fine, poisoned = generate(module, params, prompts, max_new_tokens=5, greedy=True)
+    place = next(i for i, token in enumerate(poisoned) if token not in fine + sum(prompts, []) + poisoned[:i])
+    table = params["params"]["embed"]["embedding"].at[poisoned[place]].set(jnp.inf)
+    broken = {"params": {**params["params"], "embed": {"embedding": table}}}
+    with pytest.raises(FloatingPointError, match=rf"row 1: .* 7 tokens of prompt and {place + 1} others .*rows \[1\]"):
+        generate(module, broken, prompts, max_new_tokens=5, greedy=True)
+
+
+def test_streams_decide_what_is_drawn():
+    """Equal prompts with equal streams say the same in any place; rows that were ended leave the others alone."""
+    module = model("efla", "attention")
+    prefix = prefill(module, parameters(module), [PROMPTS[1]] * 3, coming=12)
+    decode = functools.partial(Decoding, module, parameters(module), prefix, Choice(1.0), max_new_tokens=12)
+    first, *rest = (np.concatenate(list(decode(streams=s)), axis=1).tolist() for s in ([0, 1, 0], [1, 0, 5]))
+    assert first[0] == first[2] == rest[0][1] and first[1] == rest[0][0] != first[0]
+    decoding, tokens = decode(streams=[0, 1, 0]), []
+    for new in decoding:
+        tokens.append(new)
+        decoding.end([0])
+    assert [part.shape[1] for part in tokens] == [1, 4, 7]
+    ended = np.concatenate(tokens, axis=1).tolist()
+    assert ended[1:] == first[1:] and set(ended[0][1:]) == {-1}
+
+
+def test_ids_beyond_the_tokenizer_are_never_chosen():
+    module = model("efla", "attention")
+    prefix = prefill(module, parameters(module), PROMPTS, coming=30)
+    for temperature in (0.0, 3.0):
+        drawn = []
+        for vocabulary in (0, 9):
+            how = Choice(temperature, vocabulary=vocabulary)
+            decoding = Decoding(module, parameters(module), prefix, how, max_new_tokens=30)
+            drawn.append(np.concatenate(list(decoding), axis=1))
+        assert drawn[0].max() >= 9 > drawn[1].max()
+
+
+def test_several_stop_tokens():
+    module = model("efla", "attention")
+    run = functools.partial(generate, module, parameters(module), PROMPTS, max_new_tokens=10, greedy=True)
+    free = run()
+    stops = {free[1][4], free[2][2]}
+    assert run(stop_token=sorted(stops)) == [
+        row[: min((row.index(s) for s in stops if s in row), default=10)] for row in free
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_snapshot_goes_on_as_the_prefix_does(dtype, tmp_path):
+    module = model(*SERVED).clone(dtype=dtype)
+    params, identity = parameters(module), {"tokenizer": "bytes"}
+    prefix = prefill(module, params, PROMPTS, coming=10)
+    file = tmp_path / "texts" / "prefix.npz"
+    snapshot.save(file, prefix, identity, PROMPTS)
+    again, tokens = snapshot.load(file, module, identity)
+    assert [list(row) for row in PROMPTS] == tokens and [path.name for path in file.parent.iterdir()] == [file.name]
+    for old, new in zip(jax.tree.leaves(prefix), jax.tree.leaves(again), strict=True):
+        assert old.dtype == new.dtype
+        np.testing.assert_array_equal(np.asarray(old, np.float64), np.asarray(new, np.float64))
+    runs = [list(Decoding(module, params, p, Choice(0.7), max_new_tokens=5)) for p in (prefix, again)]
+    np.testing.assert_array_equal(*(np.concatenate(run, axis=1) for run in runs))
+
+
+def test_a_snapshot_of_something_else_is_refused(tmp_path):
+    module, file = model("efla"), tmp_path / "prefix.npz"
+    params = parameters(module)
+    identity = {"model": snapshot.fingerprint(module, params), "tokenizer": "bytes"}
+    snapshot.save(file, prefill(module, params, PROMPTS), identity)
+    assert snapshot.load(file, module, identity)[1] is None
+    kernel = params["params"]["lm_head"]["kernel"]
+    other = {"params": {**params["params"], "lm_head": {"kernel": kernel.at[3, 5].multiply(1 + 2**-23)}}}
+    swapped = {"params": {**params["params"], "lm_head": {"kernel": kernel[:, ::-1]}}}
+    deeper = module.clone(norm_eps=1e-5)
+    for changed in ((module, other), (module, swapped), (deeper, params)):
+        theirs = {"model": snapshot.fingerprint(*changed)}
+        assert theirs["model"] != identity["model"]
+        with pytest.raises(ValueError, match="made with model"):
+            snapshot.load(file, module, theirs)
+    assert snapshot.fingerprint(module.clone(remat="full", dropout=0.1), params) == identity["model"]
+    with pytest.raises(ValueError, match="made with tokenizer 'bytes', and this is 'abc'"):
+        snapshot.load(file, module, {"tokenizer": "abc"})
+    with pytest.raises(ValueError, match=r"is float32\[1, 3, 3, 16\], and the model's is float32\[1, 3, 3, 32\]"):
+        snapshot.load(file, model("gated_efla").clone(width=32), {})
+    whole = file.read_bytes()
+    for damage in (whole[:-40], whole[:200] + b"\xff" * 40 + whole[240:], b"text"):
+        file.write_bytes(damage)
+        with pytest.raises(ValueError, match="cannot be read"):
+            snapshot.load(file, module, identity)
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        snapshot.load(tmp_path / "none.npz", module, identity)
 
 
 def likely_in_numpy(logits, top_k, top_p):

@@ -9,7 +9,7 @@ Prompts of different lengths are one batch, padded behind. Padding is invisible,
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +64,7 @@ def padded(prompts: Prompts, vocab_size: int, least: int = 1) -> tuple[np.ndarra
 
 def slots(tokens: int) -> int:
     """Room for so many tokens, rounded up by at most an eighth (or to 64), so that few programs serve all lengths."""
-    step = max(64, 1 << (tokens.bit_length() - 4))
+    step = max(64, 1 << max(0, tokens.bit_length() - 4))
     return -(-tokens // step) * step
 
 
@@ -83,16 +83,15 @@ def grown(model: LanguageModel, cache: tuple, room: int, coming: int) -> tuple:
             more = room - part.kv.k.shape[2]
             if more > 0:
                 wider = ((0, 0), (0, 0), (0, more), (0, 0), (0, 0))
-                kv = part.kv._replace(k=jnp.pad(part.kv.k, wider), v=jnp.pad(part.kv.v, wider))
-                part = part._replace(kv=kv)
+                k, v = jnp.pad(part.kv.k, wider), jnp.pad(part.kv.v, wider)
+                part = part._replace(kv=part.kv._replace(k=k, v=v))
         elif isinstance(part, NATSLCache):
             mixer = MIXERS[name](**mixer_fields(model, name), parent=None)
             pool, routes, size = part.kv.k.shape[2], mixer.routes(), mixer.chunk_size
             need = int(jnp.max(part.kv.pages)) + routes * (coming // size + 1)
-            if need > pool:  # by half at least, so that pools do not grow, and compile, with every piece
-                pages = max(need, min(pool + pool // 2, routes * (room // size + 1)))
-                kv = jax.vmap(partial(grow_selected_kv, pages=pages))(part.kv)
-                part = part._replace(kv=kv)
+            if need > pool:  # to twice as many, so that pools do not grow, and compile, with every piece
+                pages = max(need, min(max(16, 2 * pool), routes * (room // size + 1)))
+                part = part._replace(kv=jax.vmap(partial(grow_selected_kv, pages=pages))(part.kv))
         parts.append(part)
     return tuple(parts)
 
@@ -105,7 +104,7 @@ def read_piece(model: LanguageModel, params, tokens, segment_ids, logits, cache)
     x, cache = model.apply(params, tokens, segment_ids, cache, method="features")
     time, real = tokens.shape[1], segment_ids != 0
     last = time - 1 - jnp.argmax(real[:, ::-1], axis=1)
-    ahead = model.apply(params, x[jnp.arange(len(x)), last], method="logits")
+    ahead = cast(jax.Array, model.apply(params, x[jnp.arange(len(x)), last], method="logits"))
     logits = jnp.where(real.any(axis=1, keepdims=True), ahead, logits)
     bad = real & ~jnp.isfinite(x).all(axis=-1)
     return logits, cache, jnp.where(bad.any(axis=1), jnp.argmax(bad, axis=1), -1)
