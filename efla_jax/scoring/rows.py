@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from efla_jax.evaluate import token_scores
+from efla_jax.generate.prefix import grown
 
 SHORTEST = 16  # tokens of the shortest rows, and the fewest targets of a row, that have programs of their own
 
@@ -99,6 +100,7 @@ def by_pieces(model, params, rows: Sequence[Row], size: int, time: int, piece: i
     nowhere = np.zeros((size, 1), np.int32)
     for start in range(0, inputs.shape[1], piece):
         part = slice(start, start + piece)
+        cache = grown(model, cache, time, piece)
         wanted = bool(mask[:, part].any())  # a piece of context alone needs no logits
         places, asked = (None, targets[:, part]) if wanted else (nowhere, nowhere)
         scores, cache = token_scores(model, params, inputs[:, part], asked, places, cache)

@@ -12,7 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from efla_jax.data.tokenizer import Tokenizer
-from efla_jax.generate import generate
+from efla_jax.generate import Choice, Decoding, prefill
 from efla_jax.scoring.journal import Journal
 from efla_jax.scoring.rows import Row, Score, batches, row_scores, windows
 
@@ -169,15 +169,29 @@ class Scorer:
         with self.bar(len(set(keys)), len(fresh), "generate") as bar:
             for members, size, _, _ in batches(rows, max(1, self.batch_tokens - max_new_tokens), self.batch_tokens):
                 asked = [rows[number].ids[:-1] for number in members]
-                said = generate(
-                    self.model, self.params, asked + asked[-1:] * (size - len(asked)), max_new_tokens=max_new_tokens,
-                    greedy=True, stop_token=self.tokenizer.eos_id,
-                )  # fmt: skip
-                for number, ids in zip(members, said, strict=False):
-                    self.journal.add(names[number], until_stop(self.tokenizer.decode(ids), until))
+                said = self.say(asked + asked[-1:] * (size - len(asked)), len(asked), until, max_new_tokens)
+                for number, text in zip(members, said, strict=True):
+                    self.journal.add(names[number], text)
                     bar.update()
                 self.journal.flush()
         return [self.journal.known[key] for key in keys]
+
+    def say(self, prompts: list[np.ndarray], count: int, until: Sequence[str], max_new_tokens: int) -> list[str]:
+        """Greedy continuations of the first `count` prompts; the others fill the batch up."""
+        prefix = prefill(self.model, self.params, prompts, coming=max_new_tokens, piece=self.piece)
+        choice = Choice(temperature=0.0, stop_tokens=(self.tokenizer.eos_id,), vocabulary=self.tokenizer.vocab_size)
+        decoding = Decoding(self.model, self.params, prefix, choice, max_new_tokens=max_new_tokens, keep=False)
+        decoding.end(range(count, len(prompts)))
+        ids: list[list[int]] = [[] for _ in range(count)]
+        texts = [""] * count
+        for block in decoding:
+            for row, new in enumerate(block[:count]):
+                ids[row] += [int(token) for token in new if token >= 0]
+                whole = self.tokenizer.decode(ids[row])
+                texts[row] = until_stop(whole, until)
+                if len(texts[row]) < len(whole):
+                    decoding.end([row])
+        return texts
 
     def cut(self, ids: list[int], most: int) -> list[int]:
         """The last `most` tokens where there is a limit, counted."""
