@@ -171,7 +171,7 @@ def per_row(vector) -> jax.Array:
 
 
 def matrix(ref) -> jax.Array:
-    return plgpu.load(ref, layout=WGMMA, optimized=False).astype(jnp.float32)
+    return plgpu.load(ref, layout=WGMMA).astype(jnp.float32)
 
 
 def product(*terms) -> jax.Array:
@@ -205,30 +205,39 @@ def write_written(memory: Memory, at: Chunk, tile_slot) -> None:
 
 
 def state_products(memory: Memory, at: Chunk) -> tuple[jax.Array, ...]:
-    """Of 64 columns of K: in . dO S^T, in . dP S^T and out . W D^T [C, 64]; and dO W^T or dP W^T [C, C]; all float32.
+    """Of 64 columns of K, in . dO S^T and out . W D^T - e in . dP S^T [C, 64]; dO W^T or dP W^T [C, C]; all float32.
 
-    The last that is read of the tiles of V."""
-    gates, values = memory.gates.at[at.slot], memory.values.at[at.group]
+    The last that is read of the tiles of V. In rounds of two products, for the sake of registers."""
+    gates, values, sums = memory.gates.at[at.slot], memory.values.at[at.group], memory.sums.at[at.group]
     tiles = list(enumerate(at.tile_slots))
 
-    def run(acc_read, acc_erased, acc_kept, acc_pairs):
-        for _, slot in tiles:
-            plgpu.wgmma(acc_read, memory.values.at[0, slot], memory.starts.at[slot, at.tile])
+    both = sum(matrix(memory.starts.at[s, at.tile]) * matrix(memory.ends.at[s, at.tile]) for _, s in tiles)
+    sums.at[STATE][...] = jnp.sum(both, axis=1)
+
+    def of_keys(acc_erased, acc_kept):
         for _, slot in tiles:
             plgpu.wgmma(acc_erased, memory.values.at[1, slot], memory.starts.at[slot, at.tile])
         for i, slot in tiles:
             plgpu.wgmma(acc_kept, memory.written.at[i].T, memory.ends.at[slot, at.tile])
+        keys = matrix(memory.keys.at[1 + at.slot, at.tile])
+        erased = accumulated(acc_erased, wait_n=len(tiles)) * by_row(gates.at[INTO], TILE)
+        sums.at[SEEN][...] = jnp.sum(keys * erased, axis=1)
+        kept = accumulated(acc_kept, wait_n=0) * by_row(gates.at[OUT], TILE)
+        sums.at[LEFT][...] = jnp.sum(keys * kept, axis=1)
+        return kept - erased * by_row(memory.vectors.at[at.slot, 0], TILE)
+
+    def of_queries(acc_read, acc_pairs):
+        for _, slot in tiles:
+            plgpu.wgmma(acc_read, memory.values.at[0, slot], memory.starts.at[slot, at.tile])
         for i, slot in tiles:
             plgpu.wgmma(acc_pairs, values.at[slot], memory.written.at[i])
-        both = sum(matrix(memory.starts.at[s, at.tile]) * matrix(memory.ends.at[s, at.tile]) for _, s in tiles)
-        memory.sums.at[at.group, STATE][...] = jnp.sum(both, axis=1)
-        into, count = by_row(gates.at[INTO], TILE), len(tiles)
-        read = accumulated(acc_read, wait_n=3 * count) * into
-        erased = accumulated(acc_erased, wait_n=2 * count) * into
-        kept = accumulated(acc_kept, wait_n=count) * by_row(gates.at[OUT], TILE)
-        return read, erased, kept, accumulated(acc_pairs, wait_n=0)
+        read = accumulated(acc_read, wait_n=len(tiles)) * by_row(gates.at[INTO], TILE)
+        return read, accumulated(acc_pairs, wait_n=0)
 
-    return pl.run_scoped(run, *(plgpu.ACC((CHUNK, TILE), jnp.float32),) * 4)
+    accumulators = (plgpu.ACC((CHUNK, TILE), jnp.float32),) * 2
+    kept = pl.run_scoped(of_keys, *accumulators)
+    read, pairs = pl.run_scoped(of_queries, *accumulators)
+    return read, kept, pairs
 
 
 def write_pairs(memory: Memory, at: Chunk, pairs: jax.Array, documents: bool) -> None:
@@ -263,13 +272,6 @@ def write_pairs(memory: Memory, at: Chunk, pairs: jax.Array, documents: bool) ->
 def group_keys(at: Chunk):
     """The slot of `keys` with q for group 0, with k for group 1."""
     return at.group * (1 + at.slot)
-
-
-def write_sums(memory: Memory, at: Chunk, read, erased, kept) -> None:
-    sums, keys = memory.sums.at[at.group], matrix(memory.keys.at[1 + at.slot, at.tile])
-    sums.at[SEEN][...] = jnp.sum(keys * erased, axis=1)
-    sums.at[LEFT][...] = jnp.sum(keys * kept, axis=1)
-    sums.at[READ][...] = jnp.sum(matrix(memory.keys.at[0, at.tile]) * read, axis=1)
 
 
 def put(memory: Memory, at: Chunk, x: jax.Array, target) -> None:
@@ -320,12 +322,12 @@ def compute_chunk(memory: Memory, sizes: Sizes, place: tuple, turn, group, resul
         write_written(memory, at, group if sizes.value_tiles == SLOTS else slot)
 
     meet(memory.wrote)
-    read, erased, kept, pairs = state_products(memory, at)
+    read, kept, pairs = state_products(memory, at)
     plgpu.commit_smem()  # what was read may be loaded over
     for tile_slot in at.tile_slots:
         plgpu.barrier_arrive(memory.free_tile.at[tile_slot])
     plgpu.barrier_wait(memory.loaded_q)
-    write_sums(memory, at, read, erased, kept)
+    memory.sums.at[group, READ][...] = jnp.sum(matrix(memory.keys.at[0, at.tile]) * read, axis=1)
     write_pairs(memory, at, pairs, sizes.documents)
     b_pairs, x, q, k = (
         memory.pairs.at[0],
@@ -334,14 +336,12 @@ def compute_chunk(memory: Memory, sizes: Sizes, place: tuple, turn, group, resul
         memory.keys.at[1 + slot, at.tile],
     )
     target = b, tokens, h, pl.ds(at.tile * TILE, TILE)
-    gradient_k = kept - erased * by_row(memory.vectors.at[slot, 0], TILE)
-    read += product((b_pairs, k))
-    gradient_k += product((b_pairs.T, q), (x, k), (x.T, k))
+    gradients = read + product((b_pairs, k)), kept + product((b_pairs.T, q), (x, k), (x.T, k))
 
     @pl.when(group < sizes.key_tiles)
     def _():
-        put(memory, at, read, d_q.at[target])
-        put(memory, at, gradient_k, d_k.at[target])
+        put(memory, at, gradients[0], d_q.at[target])
+        put(memory, at, gradients[1], d_k.at[target])
 
     meet(memory.summed)
     plgpu.barrier_arrive(memory.free_q)
@@ -355,7 +355,7 @@ def compute_chunk(memory: Memory, sizes: Sizes, place: tuple, turn, group, resul
     plgpu.barrier_arrive(memory.free.at[slot])
 
 
-def gradients(x: Inputs, sizes: Sizes, programs: int, *, interpret=None) -> tuple:
+def gradients(x: Inputs, sizes: Sizes, programs: int, automatic_barriers: bool, *, interpret=None) -> tuple:
     """(dq, dk [B, T, H, K], d_erase, d_log_decay [B, H, T] float32) from everything that `backward` got, du and D.
 
     The chunks of all rows are dealt out to so many programs, a divisor of their number."""
@@ -368,10 +368,8 @@ def gradients(x: Inputs, sizes: Sizes, programs: int, *, interpret=None) -> tupl
         program, group = lax.axis_index("program"), lax.axis_index("warpgroup")
 
         def place(turn) -> tuple:
-            row, chunk = (
-                lax.div(turn * programs + program, sizes.chunks),
-                lax.rem(turn * programs + program, sizes.chunks),
-            )
+            number = turn * programs + program
+            row, chunk = lax.div(number, sizes.chunks), lax.rem(number, sizes.chunks)
             return lax.div(row, sizes.heads), lax.rem(row, sizes.heads), chunk
 
         @pl.when(group == GROUPS)
@@ -398,7 +396,7 @@ def gradients(x: Inputs, sizes: Sizes, programs: int, *, interpret=None) -> tupl
         grid_names=("program",),
         num_threads=GROUPS + 1,
         thread_name="warpgroup",
-        compiler_params=parameters(True),
+        compiler_params=parameters(automatic_barriers),
         interpret=interpret,
     )(*arrays)
 
@@ -430,5 +428,7 @@ def backward(
     inputs = Inputs(q, k, u, d_o, d_u, inverse, starts, ends, gates, erase, documents)
     chunks = sizes.batch * sizes.heads * sizes.chunks
     programs = max(p for p in range(1, reverse_config.multiprocessors + 1) if chunks % p == 0)
-    d_q, d_k, d_erase, d_log_decay = gradients(inputs, sizes, programs, interpret=interpret)
+    d_q, d_k, d_erase, d_log_decay = gradients(
+        inputs, sizes, programs, reverse_config.automatic_barriers, interpret=interpret
+    )
     return d_q, d_k, d_u, d_erase, d_log_decay, d_initial

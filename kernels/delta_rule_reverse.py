@@ -77,12 +77,13 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class ReverseConfig:
-    """How the reverse walk runs.
+    """How the backward runs, first of all its reverse walk.
 
     stages: chunks whose loads are in flight. parts: those of the time that are walked at once, or None to choose by the
     rest: walk and summary, microseconds that a chunk takes a program with one and with two compute warpgroups of 64
     columns each; combine, those of the product that takes a cotangent over a part; multiprocessors of the GPU, each of
-    which holds one program at a time."""
+    which holds one program at a time. automatic_barriers: Mosaic's around every store to shared memory, which the
+    programs do not need."""
 
     stages: int = 2
     parts: int | None = None
@@ -90,6 +91,7 @@ class ReverseConfig:
     summary: tuple[float, float] = (2.2, 3.0)
     combine: float = 6.0
     multiprocessors: int = 132
+    automatic_barriers: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +103,7 @@ class Plan:
     groups: int
     stages: int
     parts: int
+    automatic_barriers: bool
     summary: bool = False
 
     @property
@@ -128,10 +131,10 @@ def plans(config: ReverseConfig, sizes: Sizes) -> tuple[Plan, Plan | None]:
     """The walk expected to end first, and the summary that it needs if it has several parts."""
 
     def layout(groups: int, parts: int) -> tuple[Plan, Plan | None]:
-        walk = Plan(sizes, groups, config.stages, parts)
+        walk = Plan(sizes, groups, config.stages, parts, config.automatic_barriers)
         if parts == 1:
             return walk, None
-        return walk, Plan(sizes, math.gcd(groups, sizes.key_tiles), config.stages, parts, summary=True)
+        return walk, dataclasses.replace(walk, groups=math.gcd(groups, sizes.key_tiles), summary=True)
 
     def microseconds(pair: tuple[Plan, Plan | None]) -> float:
         total = 0.0
@@ -334,7 +337,7 @@ def launch(plan: Plan, arguments: tuple, behind: tuple, interpret) -> tuple:
         grid_names=("program",),
         num_threads=groups + 1,
         thread_name="warpgroup",
-        compiler_params=parameters(True),
+        compiler_params=parameters(plan.automatic_barriers),
         interpret=interpret,
     )(
         *(q, k, d_o, inverse, gates.reshape(*heads, sizes.chunks * GATES, CHUNK)),

@@ -89,20 +89,27 @@ def by_chunked(x, starts, cotangents):
     return jax.vjp(lambda *x: chunked.solve(*x, starts, C), *x)[1](cotangents)
 
 
+@pytest.fixture(autouse=True)
+def no_races(capfd):
+    """The detector prints what it finds and goes on."""
+    yield
+    assert "RACE DETECTED" not in "".join(capfd.readouterr())
+
+
 def starts_at(shape: dict, *tokens: int) -> np.ndarray:
     starts = np.zeros((shape["batch"], shape["time"]), bool)
     starts[:, list(tokens)] = True
     return starts
 
 
-def check(cases, starts):
+def check(cases, starts, config=None):
     """Every gradient within its bound, its error a root mean square over the cases (x, cotangents); returns the last's.
 
     With nearly parallel keys a few tokens make most of the error, so one case of this size is a matter of luck."""
     found = []
     for x, cotangents in cases:
         truth = recurrence_and_gradients(x, 1 + np.cumsum(starts, axis=1), cotangents)[1]
-        ours, theirs = by_kernel(x, starts, cotangents), by_chunked(x, jnp.asarray(starts), cotangents)
+        ours, theirs = by_kernel(x, starts, cotangents, config), by_chunked(x, jnp.asarray(starts), cotangents)
         found.append([[relative_rms(g, t) for g, t in zip(both, truth, strict=True)] for both in (ours, theirs)])
     wrong = {}
     for name, error, other in zip(NAMES, *np.sqrt(np.mean(np.square(found), axis=0)), strict=True):
@@ -113,8 +120,8 @@ def check(cases, starts):
 
 
 def many(case: str, shape: dict) -> list:
-    """The case, or four of it if its keys are nearly parallel."""
-    return [recurrence_case(case, jnp.bfloat16, seed, **shape) for seed in range(4 if "cosine" in case else 1)]
+    """The case, or three of it if its keys are nearly parallel."""
+    return [recurrence_case(case, jnp.bfloat16, seed, **shape) for seed in range(3 if "cosine" in case else 1)]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -130,7 +137,7 @@ def test_one_document_of_several_chunks(case):
 @pytest.mark.parametrize("key_dim, value_dim, heads", [(128, 64, 2), (64, 128, 1), (128, 128, 1)])
 def test_sizes_of_keys_and_values(key_dim, value_dim, heads):
     shape = dict(SMALL, key_heads=1, heads=heads, key_dim=key_dim, value_dim=value_dim)
-    check(many("random", shape), starts_at(shape, 64, 70))
+    check(many("random", shape), starts_at(shape, 64, 70), kernel.ReverseConfig(parts=1, multiprocessors=1))
 
 
 def test_an_empty_document_changes_nothing_and_repetition_is_bitwise():
@@ -146,15 +153,24 @@ def test_an_empty_document_changes_nothing_and_repetition_is_bitwise():
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("documents", [(), (5, 40)], ids=["one document", "documents"])
-def test_parts_of_the_time_walked_at_once(documents):
-    shape = dict(SMALL, key_heads=1, heads=1, value_dim=64)
+def test_parts_of_the_time_walked_at_once():
+    shape = dict(SMALL, key_heads=1, heads=1)
     x, cotangents = recurrence_case("random", jnp.bfloat16, **shape)
-    starts = starts_at(shape, *documents)
+    starts = starts_at(shape, 5, 40)
     whole, parts = (by_kernel(x, starts, cotangents, kernel.ReverseConfig(parts=parts)) for parts in (1, 2))
     for name, a, b in zip(NAMES, whole, parts, strict=True):  # the cotangent between the parts is rounded differently
         assert relative_rms(b, a) < FLOOR, name
     assert any(np.any(a != b) for a, b in zip(whole, parts, strict=True))
+
+
+def test_programs_that_take_several_chunks():
+    """With one multiprocessor every slot of a load is used again and again; the numbers stay bit for bit."""
+    shape = dict(SMALL, time=4 * C, key_heads=1, heads=1)
+    x, cotangents = recurrence_case("random", jnp.bfloat16, **shape)
+    configs = (kernel.ReverseConfig(parts=1, multiprocessors=m) for m in (1, 4))
+    one, four = (by_kernel(x, starts_at(shape, 5, 200), cotangents, config) for config in configs)
+    for a, b in zip(one, four, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("batch, time, parts", [(16, 2048, 1), (1, 32768, 8), (1, 131072, 8), (1, 64, 1)])
