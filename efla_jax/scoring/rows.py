@@ -128,7 +128,8 @@ def row_scores(
                 fresh = single_pass(model, params, chosen, size, time, places)
             else:
                 fresh = by_pieces(model, params, chosen, size, time, piece)
-            done = [] if waiting is None else _read(*waiting, rows)  # one late: the device never waits for the host
+            # Read one batch late, so that the device never waits for the host.
+            done: list[tuple[int, Score]] = [] if waiting is None else _read(*waiting, rows)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
