@@ -1,7 +1,5 @@
 """Short causal convolution, one filter per channel: what mixers put before their recurrence."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -45,8 +43,7 @@ def causal_conv(
         return sharded(without_documents, (x, weight, bias, state), legends[:4], results)
     real, _, document = segments(segment_ids)
     x, document = mask_padding(real, x), jnp.where(real, document, -1)
-    local = functools.partial(with_documents, initial_state is None)
-    y, state = sharded(local, (x, weight, bias, state, document), legends, results)
+    y, state = sharded(with_documents, (x, weight, bias, state, document), legends, results)
     return mask_padding(real, y), state
 
 
@@ -75,13 +72,12 @@ def without_documents(context, x, weight, bias, state) -> tuple[jax.Array, jax.A
     count = min(state.shape[1], x.shape[1])
     seen = joined(state, gathered(x[:, x.shape[1] - count :], context))
     before = lax.dynamic_slice_in_dim(seen, part(context) * count, state.shape[1], axis=1)
-    y = filtered(joined(before, x), weight, bias, None)
-    return y.astype(x.dtype), seen[:, seen.shape[1] - state.shape[1] :].astype(state.dtype)
+    y = windowed(x, weight, bias, before, None)
+    return y, seen[:, seen.shape[1] - state.shape[1] :].astype(state.dtype)
 
 
-def with_documents(fresh, context, x, weight, bias, state, document) -> tuple[jax.Array, jax.Array]:
-    """The same where `document` [B, T] numbers the documents of all parts: 0 is the state's, -1 is padding. fresh: the
-    state is of no token."""
+def with_documents(context, x, weight, bias, state, document) -> tuple[jax.Array, jax.Array]:
+    """The same where `document` [B, T] numbers the documents of all parts: 0 is the state's, -1 is padding."""
     count = state.shape[1]
     tail, owners = latest(x, document, min(count, x.shape[1]))
     seen = joined(state, gathered(tail, context))
@@ -91,62 +87,70 @@ def with_documents(fresh, context, x, weight, bias, state, document) -> tuple[ja
         earlier = jnp.arange(seen.shape[1]) < count + part(context) * tail.shape[1]
         before, owner = latest(seen, jnp.where(earlier, owners, -1), count)
     order, inverse = real_first(document >= 0)
-    y = filtered_documents(x, weight, bias, order, inverse, document)
-    if not fresh or context is not None:
-        first = order[:, :count]  # of the tokens that may read inputs of before
-        own = jnp.concatenate([owner, jnp.take_along_axis(document, first, axis=1)], axis=1)
-        inputs = jnp.pad(before, ((0, 0), (0, first.shape[1]), (0, 0)))
-        read = filtered(inputs, weight, None, own)
-        y += permute_time(jnp.pad(read, ((0, 0), (0, x.shape[1] - read.shape[1]), (0, 0))), inverse, order)
-    return y.astype(x.dtype), latest(seen, owners, count)[0].astype(state.dtype)
+    owner = jnp.concatenate([owner, jnp.take_along_axis(document, order, axis=1)], axis=1)
+    reach = reached(owner, count)
+
+    def moved(x, weight, bias, before):
+        y = windowed(permute_time(x, order, inverse), weight, bias, before, reach)
+        return permute_time(y, inverse, order)
+
+    def as_it_stands(x, weight, bias, before):
+        return windowed(x, weight, bias, before, reach)
+
+    # Padding mostly stands behind all real tokens. Moving them is then a copy of x, of y, and of their gradients.
+    stands = jnp.all(order == jnp.arange(order.shape[1]))
+    y = lax.cond(stands, as_it_stands, moved, x, weight, bias, before)
+    return y, latest(seen, owners, count)[0].astype(state.dtype)
 
 
-def neighbours(x: jax.Array, lag: int, order: jax.Array, inverse: jax.Array, document: jax.Array) -> jax.Array:
-    """x [B, T, D] in float32 at the real token `lag` before each one (behind, if negative), 0 where the document has
-    none. Read where it stands: a permutation of the real tokens to the front would write x once more."""
-    if lag == 0:
-        return x.astype(jnp.float32)
-    place = inverse - lag
-    index = jnp.take_along_axis(order, jnp.clip(place, 0, x.shape[1] - 1), axis=1)
-    own = (place >= 0) & (place < x.shape[1]) & (jnp.take_along_axis(document, index, axis=1) == document)
-    found = jnp.take_along_axis(x, index[..., None], axis=1, mode="promise_in_bounds")
-    return mask_padding(own, found.astype(jnp.float32))
+def reached(owner: jax.Array, count: int) -> jax.Array:
+    """[B, T] int32: how many of the `count` inputs before each token are of its document; owner [B, count + T]: the
+    documents of all inputs in order."""
+    time = owner.shape[1] - count
+    own = [owner[:, count - lag : count - lag + time] == owner[:, count:] for lag in range(1, count + 1)]
+    return sum((x.astype(jnp.int32) for x in own), jnp.zeros((owner.shape[0], time), jnp.int32))
+
+
+def shifted(x: jax.Array, lag: int, before: jax.Array, reach: jax.Array | None) -> jax.Array:
+    """The input `lag` tokens before each of x [B, T, D], in float32, 0 where that lies beyond its reach."""
+    count, time = before.shape[1], x.shape[1]
+    inputs = x if lag == 0 else joined(before, x)[:, count - lag : count - lag + time]
+    inputs = inputs.astype(jnp.float32)
+    return inputs if reach is None or lag == 0 else mask_padding(reach >= lag, inputs)
 
 
 @jax.custom_vjp
-def filtered_documents(x, weight, bias, order, inverse, document) -> jax.Array:
-    """`filtered` within the documents of x [B, T, D] alone. Gradients read the neighbours on the other side; autodiff
-    would scatter."""
+def windowed(x, weight, bias, before, reach) -> jax.Array:
+    """y [B, T, D] in the dtype of x; a token reads itself and the `reach` [B, T] inputs before it (None: all W - 1), of
+    which the first are before [B, W - 1, D]. The gradient keeps x; autodiff would keep W shifted float32 copies."""
     taps = weight.shape[0]
     y = jnp.zeros((), jnp.float32) if bias is None else bias.astype(jnp.float32)
     for j in range(taps):
-        y = y + weight[j].astype(jnp.float32) * neighbours(x, taps - 1 - j, order, inverse, document)
-    return y
+        y = y + weight[j].astype(jnp.float32) * shifted(x, taps - 1 - j, before, reach)
+    return y.astype(x.dtype)
 
 
-def _documents_forward(*arguments):
-    return filtered_documents(*arguments), arguments
+def _windowed_forward(*arguments):
+    return windowed(*arguments), arguments
 
 
-def _documents_backward(saved, cotangent):
-    x, weight, bias, *places = saved
+def _windowed_backward(saved, cotangent):
+    """Every input was read by its own token and by the W - 1 behind it, where they reach it."""
+    x, weight, bias, before, reach = saved
     taps = weight.shape[0]
-    cotangent = cotangent.astype(x.dtype)  # exact: y is rounded to it
-    d_x = filtered_back(cotangent, weight, places)
-    d_weight = [jnp.sum(cotangent * neighbours(x, taps - 1 - j, *places), axis=(0, 1)) for j in range(taps)]
-    d_bias = None if bias is None else jnp.sum(cotangent, axis=(0, 1)).astype(bias.dtype)
-    return d_x.astype(x.dtype), jnp.stack(d_weight).astype(weight.dtype), d_bias, None, None, None
+    wide = cotangent.astype(jnp.float32)
+    d_inputs = jnp.zeros((), jnp.float32)
+    for lag in range(taps):
+        read = wide if reach is None or lag == 0 else mask_padding(reach >= lag, wide)
+        read = jnp.pad(read, ((0, 0), (taps - 1 - lag, lag), (0, 0)))
+        d_inputs = d_inputs + weight[taps - 1 - lag].astype(jnp.float32) * read
+    d_weight = [jnp.sum(wide * shifted(x, taps - 1 - j, before, reach), axis=(0, 1)) for j in range(taps)]
+    d_bias = None if bias is None else jnp.sum(wide, axis=(0, 1)).astype(bias.dtype)
+    d_before, d_x = jnp.split(d_inputs, [taps - 1], axis=1)
+    return d_x.astype(x.dtype), jnp.stack(d_weight).astype(weight.dtype), d_bias, d_before.astype(before.dtype), None
 
 
-def filtered_back(cotangent: jax.Array, weight: jax.Array, places) -> jax.Array:
-    """The cotangent of x: every token was read by itself and by those behind it."""
-    d_x = jnp.zeros((), jnp.float32)
-    for lag in range(weight.shape[0]):
-        d_x = d_x + weight[-1 - lag].astype(jnp.float32) * neighbours(cotangent, -lag, *places)
-    return d_x
-
-
-filtered_documents.defvjp(_documents_forward, _documents_backward)
+windowed.defvjp(_windowed_forward, _windowed_backward)
 
 
 def latest(inputs: jax.Array, document: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
@@ -166,17 +170,3 @@ def joined(state: jax.Array, x: jax.Array) -> jax.Array:
     """The W - 1 inputs before and those of x, [B, W - 1 + T, D], in a dtype that holds both."""
     dtype = jnp.promote_types(state.dtype, x.dtype)  # not result_type, where a weakly typed state does not count
     return jnp.concatenate([state.astype(dtype), x.astype(dtype)], axis=1)
-
-
-@jax.checkpoint  # a product keeps its operands for the gradient: W shifted float32 copies of x, where x itself will do
-def filtered(inputs: jax.Array, weight: jax.Array, bias: jax.Array | None, document: jax.Array | None) -> jax.Array:
-    """y [B, T, D] float32 from inputs [B, W - 1 + T, D]; a tap reads its own document [B, W - 1 + T] only."""
-    taps = weight.shape[0]
-    time = inputs.shape[1] - (taps - 1)
-    y = jnp.zeros((), jnp.float32) if bias is None else bias.astype(jnp.float32)
-    for j in range(taps):
-        shifted = inputs[:, j : j + time]
-        if document is not None and j < taps - 1:
-            shifted = mask_padding(document[:, j : j + time] == document[:, taps - 1 :], shifted)
-        y = y + weight[j].astype(jnp.float32) * shifted.astype(jnp.float32)
-    return y
