@@ -146,20 +146,18 @@ def kept(m, group, key_dim: int) -> jax.Array:
     return sum(sums[1:], sums[0])
 
 
-def tile_gradients(memory: Memory, slot, so_far: tuple, sizes: Sizes, put_p, interpret) -> tuple:
-    """One tile on one side: writes the sums, hands P [C, 64] to put_p and returns dX, in parts of 64 columns, from the
-    dX so far.
+def tile_gradients(memory: Memory, slot, so_far, sizes: Sizes, put_p, interpret) -> jax.Array:
+    """One tile on one side: writes the sums, hands P [C, 64] to put_p and returns dX [C, K] from the dX so far.
 
     w multiplies Y M afterwards, in float32: rounding w . Y instead would add a third to the error of dX. The products
-    come in three rounds, as an accumulator holds its registers from where its scope begins, and no accumulator is given
+    come in rounds, as an accumulator holds its registers from where its scope begins, and no accumulator is given
     a value while others are in flight (ptxas would run all products one by one)."""
     dtype, group = memory.y.dtype, lax.axis_index("group")
     x, z, m = memory.x.at[group], memory.x.at[1 - group], memory.m.at[slot, group]
     y, w = memory.y.at[slot, group], memory.y.at[slot, 1 - group]
     gates, sums, left = memory.gates.at[slot], memory.sums.at[group], memory.left
-    columns = [pl.ds(part * TILE, TILE) for part in range(len(so_far))]
     weight = by_row(gates.at[INTO + group], TILE)
-    square = plgpu.ACC((CHUNK, CHUNK), f32)
+    square, wide = plgpu.ACC((CHUNK, CHUNK), f32), plgpu.ACC((CHUNK, sizes.key_dim), f32)
 
     def read_and_pair(acc_read, acc_pairs):
         plgpu.wgmma(acc_pairs, y, w.T)
@@ -187,23 +185,19 @@ def tile_gradients(memory: Memory, slot, so_far: tuple, sizes: Sizes, put_p, int
 
     p = pl.run_scoped(from_scores, square)
 
-    def from_state(*accs):
-        for acc, part in zip(accs, columns, strict=True):
-            plgpu.wgmma(acc, y, m.at[:, part])
-        return [so_far[i] + accumulated(acc, wait_n=len(accs) - 1 - i) * weight for i, acc in enumerate(accs)]
+    def from_state(acc):
+        plgpu.wgmma(acc, y, m)
+        return so_far + accumulated(acc, wait_n=0) * by_row(gates.at[INTO + group], sizes.key_dim)
 
-    carried = pl.run_scoped(from_state, *[square] * len(so_far))
+    carried = pl.run_scoped(from_state, wide)
 
-    def from_pairs(*accs):
-        for acc, value in zip(accs, carried, strict=True):
-            begin(acc, value, interpret)
-        operand = left_operand(pairs, left[1])
-        for acc, part in zip(accs, columns, strict=True):
-            plgpu.wgmma(acc, operand, z.at[:, part])
+    def from_pairs(acc):
+        begin(acc, carried, interpret)
+        plgpu.wgmma(acc, left_operand(pairs, left[1]), z)
         put_p(p)
-        return tuple(finish(acc, value, interpret) for acc, value in zip(accs, carried, strict=True))
+        return finish(acc, carried, interpret)
 
-    return pl.run_scoped(from_pairs, *[square] * len(so_far))
+    return pl.run_scoped(from_pairs, wide)
 
 
 def compute(task: Task, memory: Memory, out: Outputs, interpret) -> None:
@@ -239,15 +233,12 @@ def compute(task: Task, memory: Memory, out: Outputs, interpret) -> None:
         plgpu.barrier_arrive(memory.empty.at[slot])
         return total
 
-    nothing = plgpu.layout_cast(jnp.zeros((CHUNK, TILE), f32), WGMMA)
-    total = lax.fori_loop(0, task.tiles, step, (nothing,) * (sizes.key_dim // TILE))
+    total = lax.fori_loop(0, task.tiles, step, plgpu.layout_cast(jnp.zeros((CHUNK, sizes.key_dim), f32), WGMMA))
     for side, target in ((QUERY, out.d_q), (KEY, out.d_k)):
 
         @pl.when(group == side)
         def _(target=target):
-            for part, value in enumerate(total):
-                channels = pl.ds(task.key_head * sizes.key_dim + part * TILE, TILE)
-                target[task.share, task.row, task.time, channels] = value.astype(target.dtype)
+            target[task.share, task.row, task.time, task.channels] = total.astype(target.dtype)
 
     plgpu.wait_smem_to_gmem(0)
 
