@@ -49,7 +49,9 @@ ERASE, INTO, OUT, SUM = 0, 2, 3, 4  # e in; in; out; G (row 1 is the forward's o
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of a call: B, T, G, H, K, V; value head h reads key head h // (H // G)."""
+    """Sizes of a call: B, T, G, H, K, V; value head h reads key head h // (H // G).
+
+    A value head with many columns is several here, `slices` of it: heads that share erase and decay."""
 
     batch: int
     time: int
@@ -58,6 +60,7 @@ class Sizes:
     key_dim: int
     value_dim: int
     documents: bool
+    slices: int = 1
 
     @property
     def chunks(self) -> int:
@@ -73,6 +76,10 @@ class Sizes:
 
     def key_head(self, head):
         return lax.div(head, self.heads // self.key_heads)
+
+    def whole_head(self, head):
+        """The head whose slice this is."""
+        return head if self.slices == 1 else lax.div(head, self.slices)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,8 +319,8 @@ def walk_part(plan: Plan, q, k, d_o, inverse, gates, *refs) -> None:
         result[b, h, part - int(plan.summary), rows] = pipeline(end)
         plgpu.wait_smem_to_gmem(0)
 
-    g = plan.sizes.key_head(h)
-    sources = q.at[b, :, g], k.at[b, :, g], d_o.at[b, :, h], inverse.at[b, h], gates.at[b, h]
+    g, whole = plan.sizes.key_head(h), plan.sizes.whole_head(h)
+    sources = q.at[b, :, g], k.at[b, :, g], d_o.at[b, :, h], inverse.at[b, whole], gates.at[b, whole]
     pipeline_of(plan, place, k.dtype, step, compute)(*sources, *(x.at[b] for x in documents))
 
 
@@ -340,7 +347,7 @@ def launch(plan: Plan, arguments: tuple, behind: tuple, interpret) -> tuple:
         compiler_params=parameters(plan.automatic_barriers),
         interpret=interpret,
     )(
-        *(q, k, d_o, inverse, gates.reshape(*heads, sizes.chunks * GATES, CHUNK)),
+        *(q, k, d_o, inverse, gates.reshape(*gates.shape[:2], sizes.chunks * GATES, CHUNK)),
         *(() if documents is None else (documents,)),
         *behind,
     )

@@ -134,7 +134,7 @@ def test_one_document_of_several_chunks(case):
     check(many(case, SMALL), starts_at(SMALL))
 
 
-@pytest.mark.parametrize("key_dim, value_dim, heads", [(128, 64, 2), (64, 128, 1), (128, 128, 1)])
+@pytest.mark.parametrize("key_dim, value_dim, heads", [(128, 64, 2), (64, 192, 1), (128, 128, 1)])
 def test_sizes_of_keys_and_values(key_dim, value_dim, heads):
     shape = dict(SMALL, key_heads=1, heads=heads, key_dim=key_dim, value_dim=value_dim)
     check(many("random", shape), starts_at(shape, 64, 70), kernel.ReverseConfig(parts=1, multiprocessors=1))
@@ -201,6 +201,12 @@ def avals(batch, time, key_heads, heads, key_dim, value_dim, documents, dtype=jn
 def test_lowers_for_cuda(shape):
     in_parts = shape[1] > 2048
     assert mosaic_calls(lower_cuda(kernel.backward, *avals(*shape))) == 2 + in_parts
+
+
+def test_other_sizes_are_declined():
+    for sizes in ((1, 64, 1, 1, 96, 64), (1, 64, 1, 1, 64, 96), (1, 96, 1, 1, 64, 64)):
+        with pytest.raises(NotImplementedError, match="must be"):
+            jax.eval_shape(kernel.backward, *avals(*sizes, False))
 
 
 def test_lowers_for_cuda_in_float16():
