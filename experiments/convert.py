@@ -129,11 +129,10 @@ def names_in(reader: Reader, family: Family, layout: Layout, tied: bool) -> dict
     back = {OLD_NAMES.get(name, name): name for name in reader.shapes}
     names = {name: back.get(name, name) for name in layout.tensors}
     table, head = embeddings_of(family), "lm_head.weight"
-    if tied and table in shapes and head in shapes:
+    if head not in layout.tensors and table in shapes and head in shapes:
         if not steps.same(reader[back[table]], reader[head]):
             raise ValueError(f"{head} and {table} differ, so they cannot be tied; --untie keeps both.")
-        if head not in layout.tensors:
-            del shapes[head]
+        del shapes[head]
     for absent, other in ((table, head), (head, table)):
         if tied and absent not in shapes and other in shapes and absent in layout.tensors:
             names[absent] = back[other]

@@ -4,9 +4,11 @@ A table is a tuple of `interchange.Tensor`. Those of flash-linear-attention (fla
 is the same in both.
 """
 
+from typing import Any
+
 from efla_jax.checkpoint.interchange import Tensor
 
-Rows = dict[str, str | tuple[str, ...]]  # {name of theirs: its leaf, or leaves}
+Rows = dict[str, Any]  # {name of theirs: its leaf, or a tuple of leaves}
 HEAD, TABLE = "lm_head/kernel", "embed/embedding"
 ENDINGS = ("weight", "bias", "A_log", "dt_bias", "D", "L")
 
