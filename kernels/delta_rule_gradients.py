@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from efla_jax.kernels.delta_rule_reverse import CHUNK, ERASE, GATES, INTO, OUT, SUM, TILE, ReverseConfig, Sizes, reverse
 from efla_jax.kernels.mosaic import MASKED, WGMMA, accumulated, by_column, by_row, index, parameters, shared, transposed
 
-DIMENSIONS = (64, 128)  # of keys, and of values at once: at most two tiles, one for each compute warpgroup
+DIMENSIONS = (64, 128)  # of keys and of values: at most two tiles, one for each compute warpgroup
 GROUPS = 2  # compute warpgroups
 SLOTS = 2  # in which a chunk's or a tile's loads may lie
 REGISTERS = 232, 40  # of a thread that computes, that loads: (2 * 232 + 40) * 128 of the 65536 there are
@@ -121,9 +121,8 @@ def tile_slots(sizes: Sizes, slot) -> list:
 
 def load_chunk(x: Inputs, memory: Memory, sizes: Sizes, place: tuple, turn) -> None:
     """Load the chunk at place (b, h, chunk), as soon as its slots are free; `turn` counts this program's chunks."""
-    b, h, chunk = place
+    (b, h, chunk), gate_head = place, sizes.gate_head(place[1])
     g, tokens, slot = sizes.key_head(h), pl.ds(chunk * CHUNK, CHUNK), lax.rem(turn, SLOTS)
-    whole, first = sizes.whole_head(h), lax.rem(h, sizes.slices) * sizes.value_dim
     columns = [pl.ds(i * TILE, TILE) for i in range(max(sizes.key_tiles, sizes.value_tiles))]
 
     def start(source, target, barrier):
@@ -136,17 +135,16 @@ def load_chunk(x: Inputs, memory: Memory, sizes: Sizes, place: tuple, turn) -> N
     wait(memory.free.at[slot], SLOTS)
     for i in range(sizes.key_tiles):
         start(x.k.at[b, tokens, g, columns[i]], memory.keys.at[1 + slot, i], loaded)
-    start(x.inverse.at[b, whole, tokens], memory.inverse.at[slot], loaded)
-    start(x.gates.at[b, whole, chunk], memory.gates.at[slot], loaded)
-    start(x.erase.at[b, whole, tokens], memory.vectors.at[slot, 0], loaded)
+    start(x.inverse.at[b, gate_head, tokens], memory.inverse.at[slot], loaded)
+    start(x.gates.at[b, gate_head, chunk], memory.gates.at[slot], loaded)
+    start(x.erase.at[b, gate_head, tokens], memory.vectors.at[slot, 0], loaded)
     if x.documents is not None:
         start(x.documents.at[b, tokens], memory.vectors.at[slot, 1], loaded)
     for j, at in enumerate(tile_slots(sizes, slot)):
         wait(memory.free_tile.at[at], SLOTS // sizes.value_tiles)
         loaded = memory.loaded_tile.at[at]
-        rows = pl.ds(first + j * TILE, TILE)
         for i in range(sizes.key_tiles):
-            start(x.starts.at[b, whole, chunk, rows, columns[i]], memory.starts.at[at, i], loaded)
+            start(x.starts.at[b, h, chunk, columns[j], columns[i]], memory.starts.at[at, i], loaded)
         start(x.u.at[b, tokens, h, columns[j]], memory.u.at[at], loaded)
         start(x.d_o.at[b, tokens, h, columns[j]], memory.values.at[0, at], loaded)
         start(x.d_u.at[b, tokens, h, columns[j]], memory.values.at[1, at], loaded)
@@ -409,35 +407,30 @@ def backward(
     """Cotangents (dq, dk [B, T, H, K], du [B, T, H, V], d_erase, d_log_decay [B, H, T], d_initial [B, H, V, K]).
 
     q, k [B, T, G, K]; u and the output's cotangent d_o [B, T, H, V], all of one 16-bit dtype; erase, log_decay
-    [B, H, T] float32; documents [B, T] float32 or None: how many documents have begun inside the chunk up to each
-    token; saved: (inverse [B, H, T, 64], gates [B, H, N, 5, 64] float32, states at the chunks' starts [B, H, N, V, K]);
-    d_final [B, H, V, K] float32, of the final state. T is a multiple of 64, K 64 or 128, V a multiple of 64. dq and dk
-    are of each value head, float32 where they are to be summed: those of a key head are their sum.
+    [B, H, T] float32, or fewer, each for several of the value heads that read one key head, and so their cotangents;
+    documents [B, T] float32 or None: how many documents have begun inside the chunk up to each token; saved:
+    (inverse [B, H, T, 64] and gates [B, H, N, 5, 64] float32 for the heads of erase, states at the chunks' starts
+    [B, H, N, V, K]); d_final [B, H, V, K] float32, of the final state. T is a multiple of 64, K and V in DIMENSIONS.
+    dq and dk are of each value head, float32 where they are to be summed: those of a key head are their sum.
 
     Raises NotImplementedError for other sizes."""
     inverse, gates, starts = saved
     (batch, time, key_heads, key_dim), (heads, value_dim) = k.shape, u.shape[2:]
-    if key_dim not in DIMENSIONS or value_dim % TILE or time % CHUNK or k.dtype.itemsize != 2:
+    if not {key_dim, value_dim} <= set(DIMENSIONS) or time % CHUNK or k.dtype.itemsize != 2:
         raise NotImplementedError(
-            f"delta rule backward: K must be in {DIMENSIONS}, V a multiple of {TILE}, T of {CHUNK}, k of 16 bits; got"
+            f"delta rule backward: K and V must be in {DIMENSIONS}, T a multiple of {CHUNK}, k of 16 bits; got"
             f" K = {key_dim}, V = {value_dim}, T = {time}, {k.dtype}."
         )
     config = ReverseConfig() if config is None else config
-    width = max(x for x in DIMENSIONS if value_dim % x == 0)
-    slices = value_dim // width
-    sizes = Sizes(batch, time, key_heads, heads * slices, key_dim, width, documents is not None, slices)
-    u, d_o = (x.reshape(batch, time, sizes.heads, width) for x in (u, d_o))
-    final = d_final.reshape(batch, sizes.heads, width, key_dim)
+    sharing = heads // erase.shape[1]
+    sizes = Sizes(batch, time, key_heads, heads, key_dim, value_dim, documents is not None, sharing)
     d_u, ends, d_initial = reverse(
-        q, k, inverse, gates, documents, d_o, final, sizes=sizes, config=config, interpret=interpret
+        q, k, inverse, gates, documents, d_o, d_final, sizes=sizes, config=config, interpret=interpret
     )
     inputs = Inputs(q, k, u, d_o, d_u, inverse, starts, ends, gates, erase, documents)
-    chunks = batch * sizes.heads * sizes.chunks
+    chunks = batch * heads * sizes.chunks
     programs = max(p for p in range(1, config.multiprocessors + 1) if chunks % p == 0)
-    found = gradients(inputs, sizes, programs, config.automatic_barriers, interpret=interpret)
-    if slices > 1:
-        d_q, d_k = (x.reshape(batch, time, heads, slices, key_dim).sum(3) for x in found[:2])
-        found = d_q, d_k, *(x.reshape(batch, heads, slices, time).sum(2) for x in found[2:])
-    d_q, d_k, d_erase, d_log_decay = found
-    d_u = d_u.reshape(batch, time, heads, value_dim)
-    return d_q, d_k, d_u, d_erase, d_log_decay, d_initial.reshape(d_final.shape)
+    d_q, d_k, *d_gates = gradients(inputs, sizes, programs, config.automatic_barriers, interpret=interpret)
+    if sharing > 1:
+        d_gates = [x.reshape(batch, -1, sharing, time).sum(2) for x in d_gates]
+    return d_q, d_k, d_u, *d_gates, d_initial

@@ -49,9 +49,7 @@ ERASE, INTO, OUT, SUM = 0, 2, 3, 4  # e in; in; out; G (row 1 is the forward's o
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of a call: B, T, G, H, K, V; value head h reads key head h // (H // G).
-
-    A value head with many columns is several here, `slices` of it: heads that share erase and decay."""
+    """Sizes of a call: B, T, G, H, K, V; value head h reads key head h // (H // G), and the gates of h // sharing."""
 
     batch: int
     time: int
@@ -60,7 +58,7 @@ class Sizes:
     key_dim: int
     value_dim: int
     documents: bool
-    slices: int = 1
+    sharing: int = 1
 
     @property
     def chunks(self) -> int:
@@ -77,9 +75,8 @@ class Sizes:
     def key_head(self, head):
         return lax.div(head, self.heads // self.key_heads)
 
-    def whole_head(self, head):
-        """The head whose slice this is."""
-        return head if self.slices == 1 else lax.div(head, self.slices)
+    def gate_head(self, head):
+        return head if self.sharing == 1 else lax.div(head, self.sharing)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,8 +316,8 @@ def walk_part(plan: Plan, q, k, d_o, inverse, gates, *refs) -> None:
         result[b, h, part - int(plan.summary), rows] = pipeline(end)
         plgpu.wait_smem_to_gmem(0)
 
-    g, whole = plan.sizes.key_head(h), plan.sizes.whole_head(h)
-    sources = q.at[b, :, g], k.at[b, :, g], d_o.at[b, :, h], inverse.at[b, whole], gates.at[b, whole]
+    g, gate_head = plan.sizes.key_head(h), plan.sizes.gate_head(h)
+    sources = q.at[b, :, g], k.at[b, :, g], d_o.at[b, :, h], inverse.at[b, gate_head], gates.at[b, gate_head]
     pipeline_of(plan, place, k.dtype, step, compute)(*sources, *(x.at[b] for x in documents))
 
 

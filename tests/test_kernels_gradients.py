@@ -134,7 +134,7 @@ def test_one_document_of_several_chunks(case):
     check(many(case, SMALL), starts_at(SMALL))
 
 
-@pytest.mark.parametrize("key_dim, value_dim, heads", [(128, 64, 2), (64, 192, 1), (128, 128, 1)])
+@pytest.mark.parametrize("key_dim, value_dim, heads", [(128, 64, 2), (64, 128, 1), (128, 128, 1)])
 def test_sizes_of_keys_and_values(key_dim, value_dim, heads):
     shape = dict(SMALL, key_heads=1, heads=heads, key_dim=key_dim, value_dim=value_dim)
     check(many("random", shape), starts_at(shape, 64, 70), kernel.ReverseConfig(parts=1, multiprocessors=1))
@@ -161,6 +161,21 @@ def test_parts_of_the_time_walked_at_once():
     for name, a, b in zip(NAMES, whole, parts, strict=True):  # the cotangent between the parts is rounded differently
         assert relative_rms(b, a) < FLOOR, name
     assert any(np.any(a != b) for a, b in zip(whole, parts, strict=True))
+
+
+def test_heads_that_share_gates():
+    """Two value heads with one erase and decay: what repeated ones give, their gradients summed."""
+    shape = dict(SMALL, key_heads=1)
+    (q, k, u, erase, decay, initial), (d_o, d_final) = recurrence_case("random", jnp.bfloat16, **shape)
+    erase, decay = (jnp.swapaxes(x[:, :, :1], 1, 2) for x in (erase, decay))
+    twice = [jnp.repeat(x, 2, axis=1) for x in (erase, decay)]
+    gates = [jnp.swapaxes(x, 1, 2) for x in twice]
+    inverse, vectors, states = saved_by_forward(k, u, *gates, initial, starts_at(shape), k.dtype)
+    d_final = jnp.swapaxes(d_final, -1, -2)
+    each = interpreted((q, k, u, *twice, None), (inverse, vectors, states), d_o, d_final)
+    shared = interpreted((q, k, u, erase, decay, None), (inverse[:, :1], vectors[:, :1], states), d_o, d_final)
+    for i, (a, b) in enumerate(zip(each, shared, strict=True)):
+        np.testing.assert_array_equal(a.sum(1, keepdims=True) if i in (3, 4) else a, b)
 
 
 def test_programs_that_take_several_chunks():
