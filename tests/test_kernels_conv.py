@@ -1,0 +1,179 @@
+"""The short convolution's kernels in Mosaic's interpreter against loops in float64, and their lowering for CUDA."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from efla_jax.kernels import causal_conv as kernel
+from efla_jax.ops.pallas_conv import windowed
+from tests import ptxas
+from tests.lowering import lower_cuda, mosaic_calls
+from tests.oracle import relative_rms
+
+INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
+RACE = "RACE DETECTED"
+SMALL = kernel.Config(rows=4, tokens=8, programs=1)  # parts of two steps, so that a few tokens take every path
+NAMES = ("y", "dx", "dweight", "dbias", "dbefore")
+# Sums are float32: 2^-24 of each term. y and dx are rounded once to the dtype of x: half of 2^-7 (bfloat16), at most.
+EXACT, ROUNDED = 1e-6, {"float32": 1e-6, "bfloat16": 4e-3, "float16": 5e-4}
+CASES = {  # (B, T, D, W), dtype, reach, bias, before
+    "one part and a row": ((1, 9, 128, 4), "float32", False, False, False),
+    "whole parts": ((2, 16, 128, 4), "bfloat16", False, True, False),
+    "documents": ((3, 22, 256, 4), "bfloat16", True, True, True),
+    "two columns": ((1, 11, 512, 3), "float32", True, True, True),
+    "fewer tokens than taps": ((2, 3, 128, 5), "float16", True, False, True),
+    "one token": ((1, 1, 128, 2), "float32", False, True, True),
+    "more taps than rows": ((1, 21, 128, 8), "float32", True, False, True),
+}
+
+
+def case(name, seed=0):
+    """(x, weight, bias, before, reach), cotangent."""
+    (batch, time, width, taps), dtype, reached, biased, continued = CASES[name]
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape, dtype=dtype):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    reach = jnp.asarray(rng.integers(0, taps, size=(batch, time)), jnp.int32) if reached else None
+    weight, bias = normal(taps, width, dtype="float32"), normal(width, dtype="float32") if biased else None
+    before = normal(batch, taps - 1, width, dtype="float32") if continued else None
+    return (normal(batch, time, width), weight, bias, before, reach), normal(batch, time, width)
+
+
+def loops(x, weight, bias, before, reach, d_y):
+    """NAMES in float64, one pair of a token and an input at a time."""
+    x, weight, d_y = (np.asarray(a, np.float64) for a in (x, weight, d_y))
+    taps = weight.shape[0]
+    early = np.zeros((x.shape[0], taps - 1, x.shape[2])) if before is None else np.asarray(before, np.float64)
+    inputs = np.concatenate([early, x], axis=1)
+    y = np.zeros_like(x) + (0 if bias is None else np.asarray(bias, np.float64))
+    d_inputs, d_weight = np.zeros_like(inputs), np.zeros_like(weight)
+    for b, t, lag in np.ndindex(*x.shape[:2], taps):
+        if reach is None or lag <= reach[b, t]:
+            tap, place = taps - 1 - lag, t + taps - 1 - lag
+            y[b, t] += weight[tap] * inputs[b, place]
+            d_inputs[b, place] += weight[tap] * d_y[b, t]
+            d_weight[tap] += d_y[b, t] * inputs[b, place]
+    return y, d_inputs[:, taps - 1 :], d_weight, d_y.sum((0, 1)), d_inputs[:, : taps - 1]
+
+
+@functools.cache
+def compiled(config=SMALL):
+    def run(arguments, d_y):
+        *floating, reach = arguments
+        y, pull = jax.vjp(lambda *a: windowed(*a, reach, config, INTERPRET), *floating)
+        return y, *pull(d_y)
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_and_gradients_equal_the_loops(name, capfd):
+    arguments, d_y = case(name)
+    found = compiled()(arguments, d_y)
+    for what, value, truth in zip(NAMES, found, loops(*arguments, d_y), strict=True):
+        if value is None:
+            assert arguments[{"dbias": 2, "dbefore": 3}[what]] is None
+            continue
+        wide = what in ("dweight", "dbias", "dbefore")
+        assert value.dtype == (jnp.float32 if wide else d_y.dtype) and value.shape == truth.shape, what
+        error = relative_rms(value, truth)
+        assert error < (EXACT if wide else ROUNDED[d_y.dtype.name]), (what, error)
+    captured = capfd.readouterr()
+    assert RACE not in captured.out + captured.err
+
+
+def test_what_lies_beyond_the_reach_is_not_seen():
+    """A document of infinities leaves the outputs of the next one, and their gradients, as they are."""
+    (x, weight, bias, _, _), d_y = case("whole parts")
+    reach = jnp.asarray(np.minimum(np.arange(16) % 7, 3), jnp.int32)[None].repeat(2, axis=0)  # documents of 7 tokens
+    y, d_x, *_ = compiled()((x, weight, bias, None, reach), d_y)
+    y_spoilt, _, *_ = compiled()((x.at[:, :7].set(jnp.inf), weight, bias, None, reach), d_y)
+    _, d_x_spoilt, *_ = compiled()((x, weight, bias, None, reach), d_y.at[:, 7:].set(jnp.inf))
+    np.testing.assert_array_equal(y_spoilt[:, 7:], y[:, 7:])
+    np.testing.assert_array_equal(d_x_spoilt[:, :7], d_x[:, :7])
+
+
+def test_neither_repetition_nor_the_cut_of_the_time_changes_a_bit():
+    """Of what is summed within a program; sums over programs differ in their order."""
+    arguments, d_y = case("documents")
+    first = compiled()(arguments, d_y)
+    for value, again in zip(first, compiled()(arguments, d_y), strict=True):
+        np.testing.assert_array_equal(value, again)
+    for value, other in zip(
+        first[:2], compiled(kernel.Config(rows=2, tokens=6, programs=1))(arguments, d_y), strict=False
+    ):
+        np.testing.assert_array_equal(value, other)
+
+
+def test_vmap_equals_one_at_a_time():
+    (some, d_some), (others, d_others) = case("one part and a row"), case("one part and a row", seed=1)
+    both = tuple(jnp.stack(pair) for pair in ((some[0], others[0]), (some[1], others[1]), (d_some, d_others)))
+    mapped = jax.vmap(lambda x, weight, d_y: compiled()((x, weight, None, None, None), d_y)[:3])(*both)
+    for i, (arguments, d_y) in enumerate(((some, d_some), (others, d_others))):
+        for value, alone in zip(mapped, compiled()(arguments, d_y)[:3], strict=True):
+            np.testing.assert_array_equal(value[i], alone)
+
+
+def lowered(shape, taps, dtype, reached, biased, continued, config=None):
+    """The program of the value and of all gradients."""
+    batch, time, width = shape
+    float32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    floating = x, float32((taps, width)), float32((width,)) if biased else None
+    before = jax.ShapeDtypeStruct((batch, taps - 1, width), dtype) if continued else None
+    reach = jax.ShapeDtypeStruct((batch, time), jnp.int32) if reached else None
+
+    def run(floating, reach, d_y):
+        y, pull = jax.vjp(lambda *a: windowed(*a, reach, config), *floating)
+        return y, pull(d_y)
+
+    return lower_cuda(run, (*floating, before), reach, x)
+
+
+SHAPES = [
+    ((16, 2048, 1024), 4, jnp.bfloat16, False, False, False),
+    ((16, 2048, 1024), 4, jnp.bfloat16, True, False, True),
+    ((1, 32768, 384), 3, jnp.float16, True, True, True),
+    ((3, 1001, 640), 8, jnp.float32, True, True, False),
+    ((2, 1, 128), 2, jnp.bfloat16, True, True, True),
+]
+
+
+@pytest.mark.parametrize("shape, taps, dtype, reached, biased, continued", SHAPES)
+def test_lowers_for_cuda(shape, taps, dtype, reached, biased, continued):
+    assert mosaic_calls(lowered(shape, taps, dtype, reached, biased, continued)) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ptxas.missing() is not None, reason=str(ptxas.missing()))
+@pytest.mark.parametrize("shape, taps, dtype, reached, biased, continued", SHAPES)
+def test_nothing_is_spilled(shape, taps, dtype, reached, biased, continued):
+    for kernel_usage in ptxas.usage(lowered(shape, taps, dtype, reached, biased, continued)):
+        assert kernel_usage.spilled == 0
+
+
+@pytest.mark.parametrize(
+    "shape, taps, dtype, reason",
+    [
+        ((1, 4, 96), 4, jnp.float32, "multiple of 128"),
+        ((1, 4, 128), 1, jnp.float32, "1 taps"),
+        ((1, 4, 128), 9, jnp.float32, "9 taps"),
+        ((1, 4, 128), 4, jnp.float8_e4m3fn, "float8"),
+        ((0, 4, 128), 4, jnp.float32, "nothing"),
+    ],
+)
+def test_the_rest_is_refused(shape, taps, dtype, reason):
+    x, weight = jnp.zeros(shape, dtype), jnp.zeros((taps, shape[2]))
+    with pytest.raises(NotImplementedError, match=reason):
+        windowed(x, weight, None, None, None, None, INTERPRET)
+
+
+def test_other_devices_are_refused():
+    with pytest.raises(NotImplementedError, match="Hopper"):
+        windowed(jnp.zeros((1, 4, 128)), jnp.zeros((4, 128)), None, None, None)
