@@ -1,4 +1,11 @@
-r"""What a trained language model makes of long texts: its loss by position, and what it finds again in them.
+r"""What a trained language model knows and does: benchmarks, and what it makes of long texts.
+
+    python -m experiments.evaluate COMMAND --run=RUN ...         # each COMMAND --help has its options
+
+    suite, perplexity               experiments/suite.py: zero-shot tasks of the papers, perplexities of texts
+    harness                         experiments/harness.py: lm-evaluation-harness
+    ruler, cloze, longbench, ...    experiments/long_context.py: needles, recall-intensive questions, long documents
+    per_position, needle            here:
 
     python -m experiments.evaluate per_position --run=runs/lm --data=books.jsonl.xz --tokenizer=tokenizer.json \
         --length=32768 --rows=16
@@ -26,7 +33,7 @@ from tqdm import tqdm
 from efla_jax import evaluate
 from efla_jax.data import needle, open_shards, readers, shards
 from efla_jax.data.tokenizer import Tokenizer
-from experiments import language_runs
+from experiments import harness, language_runs, long_context, suite
 from experiments.language_runs import Trained, positive, recorded, tokenizer_of, trained
 
 
@@ -152,7 +159,7 @@ def parser() -> argparse.ArgumentParser:
     """Of every command: its options, and what it runs, as `command`."""
     shared = language_runs.run_arguments()
     whole = argparse.ArgumentParser(allow_abbrev=False, prog="python -m experiments.evaluate")
-    commands = whole.add_subparsers(required=True, metavar="|".join(("per_position", "needle")))
+    commands = whole.add_subparsers(required=True, metavar="COMMAND")
 
     one = commands.add_parser("per_position", parents=[shared], allow_abbrev=False, help="loss by position")
     one.set_defaults(command=per_position)
@@ -172,6 +179,8 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--count", type=positive, default=20, help="questions; the same at every length and depth")
     one.add_argument("--seed", type=int, default=0, help="of the questions")
     one.add_argument("--words", default="", help="folder of adjectivelist.txt and nounlist.txt; a short list without")
+    for others in (suite, harness, long_context):
+        others.add_commands(commands)
     return whole
 
 
@@ -180,7 +189,7 @@ def main(words: list[str] | None = None) -> None:
     chosen = parser().parse_args(words)
     try:
         chosen.command(chosen)
-    except (ValueError, OSError, ImportError, NotImplementedError) as error:
+    except (ValueError, OSError, ImportError, NotImplementedError, FloatingPointError) as error:
         raise SystemExit(f"error: {error}") from None
 
 

@@ -172,13 +172,16 @@ def local_file(task: Task, folder: str) -> Path:
     return found
 
 
+def split_of(file: Path) -> str:
+    """The split that a local file is of."""
+    return "validation" if file.name.partition(".")[0].endswith("validation") else "test"
+
+
 def read(task: Task, folder: str = "", limit: int = 0) -> tuple[list[Question], str]:
     """(questions, split) of a task out of a folder or, without one, of the hub; limit: the first so many, 0 all."""
     if folder:
         file = local_file(task, folder)
-        split = file.name.partition(".")[0].rpartition("_")[2]
-        rows = cloze.read_rows(file)
-        split = "test" if split == "pages" else split
+        rows, split = cloze.read_rows(file), split_of(file)
     else:
         name, config, split = task.hub
         datasets = readers.optional("datasets", f"the data set {name} of the hub; --data=FOLDER reads local files, and")
