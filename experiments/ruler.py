@@ -128,7 +128,7 @@ def plot_depths(records: Sequence[Mapping[str, Any]], output: pathlib.Path) -> N
 
 
 def ruler(chosen: argparse.Namespace) -> None:
-    """OUT/ruler.json, .md, .png, _outputs.jsonl, written anew after every kind and length."""
+    """OUT/ruler.json, .md and _outputs.jsonl, written anew after every kind and length, and .png in the end."""
     of = haystacks(chosen)
     run, scorer, out = opened(chosen, "ruler")
     records: list[dict] = []
@@ -139,5 +139,5 @@ def ruler(chosen: argparse.Namespace) -> None:
                 records += [{"kind": kind, **record} for record in fresh]
                 write(out, "ruler", about(chosen, run, scorer), ruler_rows(records), ruler_table(records))
                 write_outputs(out, "ruler", records)
-                plot_depths(records, out / "ruler.png")
+    plot_depths(records, out / "ruler.png")
     print(f"{ruler_table(records)}\n\nwritten: {out / 'ruler.json'}, ruler.md, ruler.png, ruler_outputs.jsonl")
