@@ -67,7 +67,7 @@ class Decoding:
 
     def __init__(
         self, model: LanguageModel, params, prefix: Prefix, choice: Choice, *, max_new_tokens: int,
-        streams: Sequence[int] | None = None, block: int = BLOCK, keep: bool = True,
+        streams: Sequence[int] | np.ndarray | None = None, block: int = BLOCK, keep: bool = True,
     ):  # fmt: skip
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens: {max_new_tokens} is not positive.")

@@ -119,7 +119,8 @@ def check_broken(broken, start: int, skipped: np.ndarray) -> None:
         place = start + int(broken[row]) - int(skipped[row])
         raise FloatingPointError(
             f"prompts[{row}]: from its token {place} on (counted from 0) the model's features are not finite (rows"
-            f" {rows.tolist()}). Look for parameters that are not, or a dtype that overflows."
+            f" {rows.tolist()}). Look for parameters that are not, or a dtype that overflows. Attention spreads a NaN"
+            " over all tokens of a piece; a smaller piece says more exactly where it is."
         )
 
 
@@ -199,7 +200,7 @@ def laid_out(prompts, segment_ids, prefix: Prefix | None, vocab_size: int) -> tu
     return tokens.astype(np.int32), ids.astype(np.int32), (ids != 0).sum(axis=1)
 
 
-def take(prefix: Prefix, rows: Sequence[int]) -> Prefix:
+def take(prefix: Prefix, rows: Sequence[int] | np.ndarray) -> Prefix:
     """The rows of a prefix with these numbers, in this order, as often as they are named."""
     count, chosen = len(prefix.length), np.asarray(rows, np.int32)
     if chosen.size == 0 or chosen.min() < 0 or chosen.max() >= count:

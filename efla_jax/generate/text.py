@@ -8,6 +8,8 @@
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 UNFINISHED = "\ufffd"  # how decoders show bytes that are no character, or not yet
 
 
@@ -28,7 +30,7 @@ class TextStream:
         self._shown = 0  # of the characters of tokens[_from:]
         self._held = ""  # characters that may be the beginning of a stop string
 
-    def add(self, ids: Sequence[int]) -> str:
+    def add(self, ids: Sequence[int] | np.ndarray) -> str:
         """What these ids add to the text, as far as no later id can change it."""
         if self.stopped or not len(ids):
             return ""
