@@ -11,6 +11,7 @@ cotangents of the W - 1 rows ahead at hand; sums over time are left as one row a
 """
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import jax
@@ -41,15 +42,25 @@ SAFE = Config()
 
 
 class Plan(NamedTuple):
-    """The grid of programs [batch, parts, columns]. columns of `lanes` channels, parts of `tokens` tokens, walked in
-    steps of `rows` rows."""
+    """The grid of programs [batch, parts, columns]: columns of `lanes` channels, parts of `tokens` tokens, walked in
+    steps of `rows` tokens. The last part has the last `tail` tokens as well, at least W - 1 of them, so that no step
+    of a walk looks beyond the end."""
 
     taps: int
     time: int
     lanes: int
     rows: int
     tokens: int
+    tail: int
     grid: tuple[int, int, int]
+
+    @property
+    def walked(self) -> int:
+        return self.time - self.tail
+
+    @property
+    def layout(self):
+        return plgpu.Layout.WG_STRIDED((self.lanes,), vec_size=self.lanes // THREADS)
 
 
 def unsupported(taps: int, channels: int, dtype) -> str | None:
@@ -70,9 +81,11 @@ def plan_for(x: jax.Array, taps: int, config: Config) -> Plan:
     while channels % (THREADS * width):
         width //= 2
     columns, tokens = channels // (THREADS * width), config.tokens
+    tail = min(taps - 1 + (time - taps + 1) % config.rows, time)
     while tokens >= 4 * config.rows and batch * columns * pl.cdiv(time, tokens) < config.programs:
         tokens //= 2
-    return Plan(taps, time, THREADS * width, config.rows, tokens, (batch, pl.cdiv(time, tokens), columns))
+    parts = max(pl.cdiv(time - tail, tokens), 1)
+    return Plan(taps, time, THREADS * width, config.rows, tokens, tail, (batch, parts, columns))
 
 
 def coefficients_of(weight: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -100,162 +113,176 @@ def forward(x, coefficients, reach, *, config: Config = SAFE, interpret=None) ->
     x [B, T, D], T >= 1; coefficients [W + 1, D] float32 (`coefficients_of`); reach None or [B, T] int32: how many
     inputs before it a token reads. interpret: parameters of Mosaic's interpreter, for a CPU."""
     plan = plan_for(x, coefficients.shape[0] - 1, config)
-    call = launch(_forward_body(plan), "causal_conv", plan, (jax.ShapeDtypeStruct(x.shape, x.dtype),), interpret)
-    return call(x, coefficients, *(() if reach is None else (reach,)))[0]
+    rows = x.reshape(-1, x.shape[2])
+    call = launch(_forward_body(plan), "causal_conv", plan, (jax.ShapeDtypeStruct(rows.shape, x.dtype),), interpret)
+    return call(rows, coefficients, *(() if reach is None else (reach.reshape(-1),)))[0].reshape(x.shape)
 
 
 def backward(x, d_y, coefficients, reach, *, config: Config = SAFE, interpret=None) -> tuple[jax.Array, jax.Array]:
     """(dx [B, T, D] in the dtype of x, d coefficients [W + 1, D] float32). d_y like x; the others as in `forward`."""
     plan = plan_for(x, coefficients.shape[0] - 1, config)
-    sums = jax.ShapeDtypeStruct((*plan.grid[:2], *coefficients.shape), jnp.float32)
-    out_type = jax.ShapeDtypeStruct(x.shape, x.dtype), sums
+    sums = jax.ShapeDtypeStruct((math.prod(plan.grid[:2]) * (plan.taps + 1), x.shape[2]), jnp.float32)
+    rows = x.reshape(-1, x.shape[2])
+    out_type = jax.ShapeDtypeStruct(rows.shape, x.dtype), sums
     call = launch(_backward_body(plan), "causal_conv_gradients", plan, out_type, interpret)
-    d_x, sums = call(x, d_y, coefficients, *(() if reach is None else (reach,)))
-    return d_x, jnp.sum(sums, axis=(0, 1))
+    arrays = rows, d_y.reshape(rows.shape), coefficients, *(() if reach is None else (reach.reshape(-1),))
+    d_x, sums = call(*arrays)
+    return d_x.reshape(x.shape), jnp.sum(sums.reshape(-1, *coefficients.shape), axis=0)
 
 
 class Place(NamedTuple):
-    """Where a program is: its row of the batch, its channels, and its tokens first, ..., end - 1."""
+    """Where a program is: its row of the batch, its part of the time, of which it walks first, ..., stop - 1, and its
+    channels."""
 
     batch: jax.Array
     part: jax.Array
     channels: pl.Slice
     first: jax.Array
-    end: jax.Array
+    stop: jax.Array
 
 
 def _place(plan: Plan) -> Place:
     batch, part, column = (lax.axis_index(name) for name in ("batch", "part", "column"))
     first = part * plan.tokens
-    end = jnp.minimum(first + plan.tokens, plan.time)
-    return Place(batch, part, pl.ds(column * plan.lanes, plan.lanes), first, end)
+    stop = jnp.minimum(first + plan.tokens, plan.walked)
+    return Place(batch, part, pl.ds(column * plan.lanes, plan.lanes), first, stop)
 
 
 def _reader(gmem, plan: Plan, place: Place):
-    """A function of t: row t of the program's channels, one register or two of each thread."""
-    layout = plgpu.Layout.WG_STRIDED((plan.lanes,), vec_size=plan.lanes // THREADS)
-    return lambda t: plgpu.load(gmem.at[place.batch, t, place.channels], layout=layout)
+    """A function of t and n: rows t, ..., t + n - 1 of the program's channels, a few channels in each thread."""
+
+    def rows(t, count: int) -> list:
+        places = [gmem.at[place.batch * plan.time + t + i, place.channels] for i in range(count)]
+        return [plgpu.load(ref, layout=plan.layout) for ref in places]
+
+    return rows
+
+
+def _scalars(gmems, plan: Plan, place: Place):
+    """The same of [B, T], numbers that all threads share; no numbers of no array."""
+    return lambda t, count: [gmem[place.batch * plan.time + t + i] for gmem in gmems for i in range(count)]
 
 
 def _coefficients(gmem, plan: Plan, place: Place) -> list:
-    layout = plgpu.Layout.WG_STRIDED((plan.lanes,), vec_size=plan.lanes // THREADS)
-    return [plgpu.load(gmem.at[j, place.channels], layout=layout) for j in range(plan.taps + 1)]
+    return [plgpu.load(gmem.at[j, place.channels], layout=plan.layout) for j in range(plan.taps + 1)]
 
 
 def _walk(plan: Plan, place: Place, step, carry):
-    """The carry after all whole steps: step(t, carry) does the tokens t, ..., t + rows - 1."""
+    """The carry after all steps: step(t, ahead, carry) does the tokens t, ..., t + rows - 1 once it has loaded what the
+    step at `ahead` wants: the next one, or after the last one itself again, which is near and is not used."""
+
+    def body(i, carry):
+        t = place.first + i * plan.rows
+        return step(t, jnp.minimum(t + plan.rows, place.stop - plan.rows), carry)
+
     steps = plan.tokens // plan.rows
-    if plan.time % plan.tokens:
-        steps = jnp.minimum(steps, plan.time // plan.rows - place.part * steps)
-    return lax.fori_loop(0, steps, lambda i, carry: step(place.first + i * plan.rows, carry), carry)
+    if plan.walked % plan.tokens:
+        steps = lax.div(place.stop - place.first, plan.rows)
+    return lax.fori_loop(0, steps, body, carry)
 
 
-def _within(reach, lag: int, x):
-    """x where a token of this reach (None: any) reads the input `lag` before it, else 0."""
-    return x if reach is None or lag == 0 else jnp.where(reach >= lag, x, jnp.zeros_like(x))
+def _at_the_end(plan: Plan, place: Place, then, otherwise=None) -> None:
+    """then() in the programs that have the tail, otherwise() in the rest."""
+    if plan.grid[1] == 1:
+        then()
+        return
+    pl.when(place.part == plan.grid[1] - 1)(then)
+    if otherwise is not None:
+        pl.when(place.part < plan.grid[1] - 1)(otherwise)
+
+
+def _within(reach: list, i: int, lag: int, x):
+    """x where token i of those with this reach (none: any) reads the input `lag` before it, else 0."""
+    return jnp.where(reach[i] >= lag, x, jnp.zeros_like(x)) if reach and lag else x
 
 
 def _forward_body(plan: Plan):
-    """The program that sums plan.tokens tokens of plan.lanes channels."""
-    taps, rows, tail = plan.taps, plan.rows, plan.time % plan.rows
+    """The program that sums a part's tokens of plan.lanes channels."""
+    taps, rows = plan.taps, plan.rows
 
     def body(x_gmem, coefficients_gmem, *rest):
         *reach_gmem, y_gmem = rest
         place = _place(plan)
-        row = _reader(x_gmem, plan, place)
+        inputs_at, reach_at = _reader(x_gmem, plan, place), _scalars(reach_gmem, plan, place)
         coefficients = _coefficients(coefficients_gmem, plan, place)
 
-        def before(lag: int):
-            x = row(jnp.maximum(place.first - lag, 0))
-            return jnp.where(place.first >= lag, x, jnp.zeros_like(x))
-
-        def loaded(t) -> tuple[list, list]:
-            """Rows t, ... and their reach. Behind the part its last row stands in, which is near: none is used."""
-            at = [jnp.minimum(t + i, place.end - 1) for i in range(rows)]
-            return [row(t) for t in at], [gmem[place.batch, t] for gmem in reach_gmem for t in at]
-
         def write(t, inputs: list, reach: list, count: int) -> None:
-            """The outputs of tokens t, ..., t + count - 1; inputs begins with the W - 1 rows before."""
-            wide = [x.astype(jnp.float32) for x in inputs[: taps - 1 + count]]
+            """The outputs of tokens t, ..., t + count - 1 from their inputs and as many of those before as there are,
+            at most W - 1."""
+            wide, early = [x.astype(jnp.float32) for x in inputs], len(inputs) - count
             for i in range(count):
                 y = coefficients[taps]
-                for lag in reversed(range(taps)):
-                    y += coefficients[taps - 1 - lag] * _within(
-                        reach[i] if reach else None, lag, wide[taps - 1 + i - lag]
-                    )
-                y_gmem[place.batch, t + i, place.channels] = y.astype(y_gmem.dtype)
+                for lag in reversed(range(min(taps, early + i + 1))):
+                    y += coefficients[taps - 1 - lag] * _within(reach, i, lag, wide[early + i - lag])
+                y_gmem[place.batch * plan.time + t + i, place.channels] = y.astype(y_gmem.dtype)
 
-        def step(t, carry):
+        def step(t, ahead, carry):
             inputs, reach = carry
-            ahead, reach_ahead = loaded(t + rows)
+            inputs_ahead, reach_ahead = inputs_at(ahead, rows), reach_at(ahead, rows)
             write(t, inputs, reach, rows)
-            return [*inputs[rows:], *ahead], reach_ahead
+            return [*inputs[rows:], *inputs_ahead], reach_ahead
 
-        inputs, reach = loaded(place.first)
-        carry = [before(lag) for lag in range(taps - 1, 0, -1)] + inputs, reach
-        inputs, reach = _walk(plan, place, step, carry)
-        if tail:
+        def tail():
+            early = min(taps - 1, plan.walked)
+            inputs, reach = inputs_at(plan.walked - early, early + plan.tail), reach_at(plan.walked, plan.tail)
+            write(plan.walked, inputs, reach, plan.tail)
 
-            @pl.when(place.end == plan.time)
-            def _():
-                write(plan.time - tail, inputs, reach, tail)
+        if plan.walked:
+            before = [inputs_at(jnp.maximum(place.first - lag, 0), 1)[0] for lag in range(taps - 1, 0, -1)]
+            before = [jnp.where(place.part > 0, x, jnp.zeros_like(x)) for x in before]
+            _walk(plan, place, step, (before + inputs_at(place.first, rows), reach_at(place.first, rows)))
+        _at_the_end(plan, place, tail)
 
     return body
 
 
 def _backward_body(plan: Plan):
-    """The program that writes dx of plan.tokens tokens of plan.lanes channels, and their part of the sums."""
-    taps, rows, tail = plan.taps, plan.rows, plan.time % plan.rows
+    """The program that writes dx of a part's tokens of plan.lanes channels, and their share of the sums."""
+    taps, rows = plan.taps, plan.rows
 
     def body(x_gmem, d_y_gmem, coefficients_gmem, *rest):
         *reach_gmem, d_x_gmem, sums_gmem = rest
         place = _place(plan)
-        x_row, d_y_row = (_reader(gmem, plan, place) for gmem in (x_gmem, d_y_gmem))
+        inputs_at, reach_at = _reader(x_gmem, plan, place), _scalars(reach_gmem, plan, place)
+        d_y_at = _reader(d_y_gmem, plan, place)
         coefficients = _coefficients(coefficients_gmem, plan, place)
-        last = jnp.minimum(place.end + taps - 2, plan.time - 1)  # the last token that reads an input of the part
 
-        def inputs(t) -> list:
-            return [x_row(jnp.minimum(t + i, place.end - 1)) for i in range(rows)]
-
-        def readers(t, count: int) -> tuple[list, list]:
-            """Cotangents of tokens t, ..., and their reach; zeros behind the last one."""
-            at = [jnp.minimum(t + i, last) for i in range(count)]
-            found = [d_y_row(t) for t in at]
-            found = [jnp.where(t + i <= last, d_y, jnp.zeros_like(d_y)) for i, d_y in enumerate(found)]
-            return found, [gmem[place.batch, t] for gmem in reach_gmem for t in at]
-
-        def write(t, x: list, d_y: list, reach: list, sums: list, count: int) -> list:
-            """dx of tokens t, ..., t + count - 1, and the sums with their share."""
-            wide = [d.astype(jnp.float32) for d in d_y[: count + taps - 1]]
-            sums = list(sums)
-            for i in range(count):
-                source, d_x = x[i].astype(jnp.float32), None
-                for lag in range(taps):
-                    read = _within(reach[i + lag] if reach else None, lag, wide[i + lag])
-                    product = coefficients[taps - 1 - lag] * read
-                    d_x = product if d_x is None else d_x + product
-                    sums[taps - 1 - lag] += source * read
+        def write(t, inputs: list, d_y: list, reach: list, sums: list) -> list:
+            """dx of the tokens t, ... with these inputs, and the sums with their share. d_y: the tokens' cotangents and
+            as many of those behind as there are, at most W - 1."""
+            wide, sums = [d.astype(jnp.float32) for d in d_y], list(sums)
+            for i, x in enumerate(inputs):
+                source, d_x = x.astype(jnp.float32), coefficients[taps - 1] * wide[i]
+                sums[taps - 1] += source * wide[i]
                 sums[taps] += wide[i]
-                d_x_gmem[place.batch, t + i, place.channels] = d_x.astype(d_x_gmem.dtype)
+                for lag in range(1, min(taps, len(wide) - i)):
+                    read = _within(reach, i + lag, lag, wide[i + lag])
+                    d_x += coefficients[taps - 1 - lag] * read
+                    sums[taps - 1 - lag] += source * read
+                d_x_gmem[place.batch * plan.time + t + i, place.channels] = d_x.astype(d_x_gmem.dtype)
             return sums
 
-        def step(t, carry):
-            x, d_y, reach, sums = carry
-            x_ahead, (d_y_ahead, reach_ahead) = inputs(t + rows), readers(t + rows + taps - 1, rows)
-            sums = write(t, x, d_y, reach, sums, rows)
-            return x_ahead, [*d_y[rows:], *d_y_ahead], [*reach[rows:], *reach_ahead], sums
+        def step(t, ahead, carry):
+            inputs, d_y, reach, sums = carry
+            inputs_ahead, behind = inputs_at(ahead, rows), ahead + taps - 1
+            d_y_ahead, reach_ahead = d_y_at(behind, rows), reach_at(behind, rows)
+            sums = write(t, inputs, d_y, reach, sums)
+            return inputs_ahead, [*d_y[rows:], *d_y_ahead], [*reach[rows:], *reach_ahead], sums
 
-        def finish(carry, count: int) -> None:
-            for j, total in enumerate(write(plan.time - count, *carry, count)):
-                sums_gmem[place.batch, place.part, j, place.channels] = total
+        def store(sums: list) -> None:
+            line = (place.batch * plan.grid[1] + place.part) * len(sums)
+            for j, total in enumerate(sums):
+                sums_gmem[line + j, place.channels] = total
 
-        sums = [x - x for x in coefficients]  # zeros, spread over the threads as the sums will be
-        carry = inputs(place.first), *readers(place.first, rows + taps - 1), sums
-        carry = _walk(plan, place, step, carry)
-        if not tail:
-            finish(carry, 0)
-            return
-        pl.when(place.end == plan.time)(lambda: finish(carry, tail))
-        pl.when(place.end < plan.time)(lambda: finish(carry, 0))
+        def tail(sums: list) -> list:
+            last = (read_at(plan.walked, plan.tail) for read_at in (inputs_at, d_y_at, reach_at))
+            return write(plan.walked, *last, sums)
+
+        sums = [plgpu.layout_cast(jnp.zeros((plan.lanes,), jnp.float32), plan.layout) for _ in coefficients]
+        if plan.walked:
+            count = rows + taps - 1
+            carry = inputs_at(place.first, rows), d_y_at(place.first, count), reach_at(place.first, count), sums
+            *_, sums = _walk(plan, place, step, carry)
+        _at_the_end(plan, place, lambda: store(tail(sums)), lambda: store(sums))
 
     return body
