@@ -13,7 +13,7 @@ from efla_jax.scoring import Scorer, beginning
 from experiments import language_runs
 from experiments.result_files import about, markdown, mean_of, opened, write, write_outputs
 
-DEPTH_BINS = 10  # of a picture, where depths were drawn
+DEPTH_BINS, MOST_COLUMNS = 10, 4  # of a picture: where depths were drawn, and its maps
 
 
 def haystacks(chosen: argparse.Namespace) -> dict[str, needle.Needles]:
@@ -108,9 +108,13 @@ def plot_depths(records: Sequence[Mapping[str, Any]], output: pathlib.Path) -> N
     from matplotlib.figure import Figure
 
     kinds, lengths = (list(dict.fromkeys(record[name] for record in records)) for name in ("kind", "length"))
-    figure, image = Figure(figsize=(1.6 + (1.2 + 0.5 * len(lengths)) * len(kinds), 3.6), layout="constrained"), None
-    grid = figure.subplots(1, len(kinds), squeeze=False, sharey=True)
-    for axes, kind in zip(grid[0], kinds, strict=True):
+    columns = min(len(kinds), MOST_COLUMNS)
+    size = 1.6 + (1.2 + 0.5 * len(lengths)) * columns, 3.4 * -(-len(kinds) // columns)
+    figure, image = Figure(figsize=size, layout="constrained"), None
+    grid = figure.subplots(-(-len(kinds) // columns), columns, squeeze=False, sharey=True)
+    for axes in grid.flat[len(kinds) :]:
+        axes.set_visible(False)
+    for axes, kind in zip(grid.flat, kinds, strict=False):
         values, names = depth_map([record for record in records if record["kind"] == kind], lengths)
         image = axes.imshow(values, vmin=0, vmax=1, aspect="auto", cmap=colormaps["viridis"].with_extremes(bad="0.85"))
         for (row, column), value in np.ndenumerate(values):
@@ -122,7 +126,8 @@ def plot_depths(records: Sequence[Mapping[str, Any]], output: pathlib.Path) -> N
         axes.set_yticks(range(len(names)), names, fontsize=7)
         axes.set_title(kind, fontsize=9)
         axes.set_xlabel("tokens", fontsize=8)
-    grid[0, 0].set_ylabel("depth, percent of the haystack", fontsize=8)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("depth, percent of the haystack", fontsize=8)
     figure.colorbar(image, ax=grid, label="share of values found")
     figure.savefig(output, dpi=150)
 
