@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check_options(chosen: argparse.Namespace) -> None:
-    """Raise ValueError for options that do not go together."""
+    """Raise ValueError for options that do not go together, before anything is loaded."""
     if chosen.prompts and not chosen.out:
         raise ValueError("--out: missing; name the .jsonl file for the answers to --prompts.")
     if not chosen.prompts and (chosen.out or chosen.overwrite):
@@ -80,23 +80,39 @@ def check_options(chosen: argparse.Namespace) -> None:
         raise ValueError("--samples goes with prompts; in a conversation, /again gives another text.")
 
 
+def choice_of(chosen: argparse.Namespace) -> Choice:
+    """How tokens are chosen, as far as it can be said without the run."""
+    choice = Choice(chosen.temperature, chosen.top_k, chosen.top_p, seed=chosen.seed)
+    choice.check(1)
+    return choice
+
+
+def stop_strings(chosen: argparse.Namespace) -> tuple[str, ...]:
+    """The strings that end a text."""
+    if "" in chosen.stop:
+        raise ValueError("--stop: an empty string would end every text at once; leave it out.")
+    return tuple(unescaped(stop) for stop in chosen.stop)
+
+
 def made(chosen: argparse.Namespace) -> Generator:
     """The run and how it is to speak. What it prints about itself goes where errors go, beside the text."""
+    choice, strings = choice_of(chosen), stop_strings(chosen)  # before what takes long
     with contextlib.redirect_stdout(sys.stderr):
         run = open_run(chosen)
     stops = () if chosen.ignore_eos else stop_tokens(run)
-    choice = Choice(chosen.temperature, chosen.top_k, chosen.top_p, stops, run.tokenizer.vocab_size, chosen.seed)
-    choice = choice._replace(vocabulary=min(choice.vocabulary, run.model.vocab_size))
-    choice.check(run.model.vocab_size)
-    strings = tuple(unescaped(stop) for stop in chosen.stop)
-    if any(not stop for stop in strings):
-        raise ValueError("--stop: an empty string would end every text at once; leave it out.")
+    choice = choice._replace(stop_tokens=stops, vocabulary=min(run.tokenizer.vocab_size, run.model.vocab_size))
     return Generator(run, choice, strings, chosen.max_tokens, chosen.piece, chosen.block)
 
 
-def one_prompt(chosen: argparse.Namespace, generator: Generator, prefix: Prefix | None, context: list[int]) -> int:
+def text_of(chosen: argparse.Namespace) -> str | None:
+    """The one prompt, if there is one."""
+    return chosen.prompt_file.read_text(encoding="utf-8") if chosen.prompt_file else chosen.prompt
+
+
+def one_prompt(
+    chosen: argparse.Namespace, generator: Generator, text: str, prefix: Prefix | None, context: list[int]
+) -> int:
     """Continue a text, --samples times, or read it and save what was read."""
-    text = chosen.prompt if chosen.prompt is not None else chosen.prompt_file.read_text(encoding="utf-8")
     ids = generator.encode(text, first=prefix is None)
     if chosen.save:
         read = generator.read([ids], prefix)
@@ -123,7 +139,9 @@ def one_prompt(chosen: argparse.Namespace, generator: Generator, prefix: Prefix 
 def speak(chosen: argparse.Namespace) -> int:
     """What the command line asks for; the number of texts that could not be had."""
     check_options(chosen)
-    prompts = generate_batch.read_prompts(chosen.prompts) if chosen.prompts else None
+    prompts, text = generate_batch.read_prompts(chosen.prompts) if chosen.prompts else None, text_of(chosen)
+    if chosen.load and not chosen.load.is_file():
+        raise ValueError(f"--load={chosen.load}: there is no such file; --save writes one.")
     generator = made(chosen)
     prefix, context = None, []
     with jax.default_matmul_precision(generator.run.precision):
@@ -139,8 +157,8 @@ def speak(chosen: argparse.Namespace) -> int:
             )  # fmt: skip
             print(f"written: {chosen.out}", file=sys.stderr)
             return failed
-        if chosen.prompt is not None or chosen.prompt_file:
-            return one_prompt(chosen, generator, prefix, context)
+        if text is not None:
+            return one_prompt(chosen, generator, text, prefix, context)
         start = generate_session.Turn()
         if prefix is not None:
             start = generate_session.opened(prefix, [context], generator)

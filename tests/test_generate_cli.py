@@ -67,11 +67,11 @@ def test_one_prompt_is_continued_as_the_library_does(trained, capsys, tmp_path):
 
 
 def test_samples_are_streams_of_one_seed(trained, capsys):
-    lines = said(capsys, trained[0], "--prompt=state", "--samples=4", "--batch_size=3", *DRAWN).splitlines()
+    lines = said(capsys, trained[0], "--prompt=state", "--samples=3", "--batch_size=2", *DRAWN).splitlines()
     rows = [json.loads(line) for line in lines]
-    assert [row["sample"] for row in rows] == [0, 1, 2, 3] and len({row["text"] for row in rows}) == 4
+    assert [row["sample"] for row in rows] == [0, 1, 2] and len({row["text"] for row in rows}) == 3
     assert rows[0]["text"] == expected(trained, "state", temperature=0.9, top_k=40, seed=5)
-    one = said(capsys, trained[0], "--prompt=state", "--samples=4", "--batch_size=1", *DRAWN).splitlines()
+    one = said(capsys, trained[0], "--prompt=state", "--samples=3", "--batch_size=1", *DRAWN).splitlines()
     assert [json.loads(line) for line in one] == rows
 
 
@@ -92,7 +92,7 @@ def test_a_file_of_prompts_says_what_each_says_alone(trained, capsys, tmp_path):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "new" / "answers.jsonl"
     rows = [{"prompt": prompt, "id": 10 * i} for i, prompt in enumerate(PROMPTS)]
     prompts.write_text("\n\n".join(json.dumps(row) for row in rows) + "\n")
-    words = (f"--prompts={prompts}", f"--out={out}", "--samples=2", "--batch_size=3", *DRAWN)
+    words = (f"--prompts={prompts}", f"--out={out}", "--samples=2", "--batch_size=2", *DRAWN)
     said(capsys, trained[0], *words)
     answers = read_rows(out)
     assert [(a["index"], a["sample"], a["id"]) for a in answers] == [(i, s, 10 * i) for i in range(4) for s in (0, 1)]
@@ -102,14 +102,15 @@ def test_a_file_of_prompts_says_what_each_says_alone(trained, capsys, tmp_path):
     assert [a["text"] for a in answers[:2]] == [a["text"] for a in answers[6:]]
     assert answers[0]["text"] != answers[1]["text"]
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS), encoding="utf-8")
-    said(capsys, trained[0], f"--prompts={tmp_path / 'prompts.txt'}", f"--out={tmp_path / 'b.jsonl'}", *DRAWN)
+    words = (f"--prompts={tmp_path / 'prompts.txt'}", f"--out={tmp_path / 'b.jsonl'}", "--batch_size=2", *DRAWN)
+    said(capsys, trained[0], *words)
     assert [a["text"] for a in read_rows(tmp_path / "b.jsonl")] == [a["text"] for a in answers[::2]]
 
 
 def test_an_interrupted_file_is_gone_on_with(trained, capsys, tmp_path):
     prompts, out = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
     prompts.write_text("\n".join(PROMPTS), encoding="utf-8")
-    words = (f"--prompts={prompts}", f"--out={out}", "--batch_size=3", *DRAWN)
+    words = (f"--prompts={prompts}", f"--out={out}", "--batch_size=2", *DRAWN)
     said(capsys, trained[0], *words)
     whole = out.read_bytes()
     lines = whole.split(b"\n")
@@ -141,7 +142,7 @@ def test_a_prompt_that_breaks_the_model_costs_no_other_answer(trained, capsys, t
     broken = {"params": {**params["params"], "embed": {"embedding": table}}}
     prompts, out = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
     prompts.write_text("state\nkey!\nrule", encoding="utf-8")
-    words = [f"--run={trained[0]}", f"--prompts={prompts}", f"--out={out}", "--top_k=1", *SHORT]
+    words = [f"--run={trained[0]}", f"--prompts={prompts}", f"--out={out}", "--batch_size=2", "--temperature=0", *SHORT]
     opened = program.open_run
     with monkeypatch.context() as patch:
         patch.setattr(program, "open_run", lambda chosen: opened(chosen)._replace(params=broken))
@@ -150,7 +151,7 @@ def test_a_prompt_that_breaks_the_model_costs_no_other_answer(trained, capsys, t
                 program.main(words)
             rows = read_rows(out)
             assert [row["prompt"] for row in rows] == ["state", "key!", "rule"]
-            assert "from its token 3 on" in rows[1]["error"] and "text" not in rows[1]
+            assert "prompts[0]: from its token" in rows[1]["error"] and "text" not in rows[1]
             assert rows[0]["text"] == expected(trained, "state", greedy=True)
             assert rows[2]["text"] == expected(trained, "rule", greedy=True)
 
@@ -298,16 +299,19 @@ def test_stop_tokens_come_from_tokenizer_and_generation_config(tmp_path):
         (["--prompt=a", "--stop="], "--stop: an empty string"),
         (["--prompt=a", "--top_p=0"], "top_p: 0.0"),
         (["--prompt=a", "--temperature=nan"], "temperature: nan"),
-        (["--prompt=a", "--load=none.npz"], "snapshot='none.npz': there is no such file"),
+        (["--prompt=a", "--load=none.npz"], "--load=none.npz: there is no such file"),
         (["--prompt_file=none.txt"], "none.txt"),
         (["--prompts=none.jsonl", "--out=b.jsonl"], "none.jsonl"),
         (["--prompts=none.csv", "--out=b.jsonl"], "none.csv: not a .txt file"),
     ],
 )
-def test_what_does_not_go_is_one_line(trained, tmp_path, monkeypatch, words, message):
+def test_what_does_not_go_is_one_line(tmp_path, monkeypatch, words, message):
+    """Before the run is looked for."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match=message):
-        program.main([f"--run={trained[0]}", *words])
+        program.main(["--run=none", *words])
+    with pytest.raises(SystemExit, match="--run=none: no config.json there"):
+        program.main(["--run=none"])
 
 
 @pytest.mark.parametrize(

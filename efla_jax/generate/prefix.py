@@ -119,8 +119,8 @@ def check_broken(broken, start: int, skipped: np.ndarray) -> None:
         place = start + int(broken[row]) - int(skipped[row])
         raise FloatingPointError(
             f"prompts[{row}]: from its token {place} on (counted from 0) the model's features are not finite (rows"
-            f" {rows.tolist()}). Look for parameters that are not, or a dtype that overflows. Attention spreads a NaN"
-            " over all tokens of a piece; a smaller piece says more exactly where it is."
+            f" {rows.tolist()}). Look for parameters that are not, or a dtype that overflows. Mixers spread a NaN over"
+            " tokens that are read together; a smaller piece says more exactly where it is."
         )
 
 
