@@ -31,7 +31,7 @@ CONFIGS = {
     "transformer": {"num_heads": 4, "num_kv_heads": 2, "intermediate_size": 20, "norm_eps": 1e-5, "qk_norm": True},
     "delta_net": {"num_heads": 2, "expand_k": 0.5, "expand_v": 1.5, "intermediate_size": 20, "use_gate": True},
     "gated_deltanet": {"num_heads": 2, "num_v_heads": 4, "head_dim": 3, "expand_v": 5 / 3, "intermediate_size": 20},
-    "mamba2": MAMBA | {"time_step_limit": [0.0, math.inf]},
+    "mamba2": MAMBA | {"n_groups": 1, "time_step_limit": [0.0, math.inf]},
     "log_linear_mamba2": MAMBA | {"residual_in_fp32": False},
 }
 CONFIGS = {name: COMMON | fields | {"model_type": name} for name, fields in CONFIGS.items()}
@@ -48,12 +48,18 @@ def softmax_layer(prefix, norms, head_dim, qk_norm):
 
 
 LLAMA_NORMS, FLA_NORMS = ("input_layernorm", "post_attention_layernorm"), ("attn_norm", "mlp_norm")
-INNER, CHANNELS = 32, 32 + 2 * 2 * 6  # of Mamba-2: 8 heads of 4, two groups of B and C
-MAMBA_LAYER = {
-    "norm.weight": (H,), "mixer.in_proj.weight": (INNER + CHANNELS + 8, H), "mixer.conv1d.weight": (CHANNELS, 1, 4),
-    "mixer.conv1d.bias": (CHANNELS,), "mixer.dt_bias": (8,), "mixer.A_log": (8,), "mixer.D": (8,),
-    "mixer.norm.weight": (INNER,), "mixer.out_proj.weight": (H, INNER),
-}  # fmt: skip
+
+
+def mamba_mixer(groups, per_head):
+    """8 heads of 4; `groups` of B and C of 6, and `per_head` columns of in_proj for each head's gates."""
+    channels = 32 + 2 * groups * 6
+    return {
+        "mixer.in_proj.weight": (32 + channels + 8 * per_head, H), "mixer.conv1d.weight": (channels, 1, 4),
+        "mixer.conv1d.bias": (channels,), "mixer.dt_bias": (8,), "mixer.A_log": (8,), "mixer.D": (8,),
+        "mixer.norm.weight": (32,), "mixer.out_proj.weight": (H, 32),
+    }  # fmt: skip
+
+
 WIDE_MLP = {"mlp.gate_proj.weight": (256, H), "mlp.up_proj.weight": (256, H), "mlp.down_proj.weight": (H, 256)}
 NORMS = {"attn_norm.weight": (H,), "mlp_norm.weight": (H,)}
 LAYERS = {
@@ -74,10 +80,9 @@ LAYERS = {
         "attn.q_conv1d.weight": (6, 1, 4), "attn.k_conv1d.weight": (6, 1, 4), "attn.v_conv1d.weight": (20, 1, 4),
         **NORMS, **PLAIN_MLP,
     },
-    "mamba2": MAMBA_LAYER,
-    "log_linear_mamba2": {name: shape for name, shape in MAMBA_LAYER.items() if name != "norm.weight"}
-    | {"mixer.in_proj.weight": (INNER + CHANNELS + 8 * 16, H), "mixer.L": (8, 15)}
-    | {"mixer_norm.weight": (H,), "mlp_norm.weight": (H,)} | WIDE_MLP,
+    "mamba2": {"norm.weight": (H,), **mamba_mixer(1, 1)},
+    "log_linear_mamba2": {"mixer_norm.weight": (H,), "mlp_norm.weight": (H,), "mixer.L": (8, 15), **mamba_mixer(2, 16),
+                          **WIDE_MLP},
 }  # fmt: skip
 AROUND = {"llama": ("model", "model.embed_tokens", "model.norm"),
           "delta_net": ("model", "model.embeddings", "model.norm"),
@@ -175,11 +180,11 @@ def test_columns_of_in_proj_are_z_x_b_c_dt(tmp_path):
     mixer = {name.rpartition("mixer/")[2]: x[1] for name, x in interchange.to_leaves(layout, tensors).items()
              if "/mixer/" in name}  # fmt: skip
     whole = tensors["backbone.layers.1.mixer.in_proj.weight"]
-    ends = {"z": (0, 32), "x": (32, 64), "B": (64, 76), "C": (76, 88), "dt": (88, 96)}
+    ends = {"z": (0, 32), "x": (32, 64), "B": (64, 70), "C": (70, 76), "dt": (76, 84)}
     for name, (start, stop) in ends.items():
         np.testing.assert_array_equal(mixer[f"{name}_proj/kernel"], whole[start:stop].T)
     taps = tensors["backbone.layers.1.mixer.conv1d.weight"]
-    np.testing.assert_array_equal(mixer["B_conv/weight"][3], taps[32:44, 0, 3])
+    np.testing.assert_array_equal(mixer["B_conv/weight"][3], taps[32:38, 0, 3])
 
 
 def sigmoid(x):
@@ -344,7 +349,8 @@ REFUSED_CONFIGS = {
     ("gated_deltanet", "hidden_act", "relu"): "hidden_act='relu'",
     ("mamba2", "use_bias", True): "use_bias=True",
     ("mamba2", "time_step_limit", (0.001, 0.1)): "clipped",
-    ("mamba2", "n_groups", None): "n_groups is missing",
+    ("mamba2", "n_groups", 4): "n_groups=4, only 1",
+    ("log_linear_mamba2", "n_groups", None): "n_groups is missing",
     ("mamba2", "norm_eps", 1e-6): "layer_norm_epsilon and norm_eps differ",
 }
 

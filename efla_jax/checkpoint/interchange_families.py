@@ -173,7 +173,9 @@ def mamba2_options(config: Fields) -> tuple[dict[str, Any], float]:
     """(options of the mixer, epsilon of every norm)."""
     width, head_dim = required(config, "hidden_size"), config.get("head_dim", 64)
     expand = config.get("expand", 2)
-    low, high = (float(x) for x in config.get("time_step_limit", config.get("dt_limit", (0.0, math.inf))))
+    limit = config.get("time_step_limit", config.get("dt_limit", (0.0, math.inf)))
+    # transformers 5 writes infinity, which JSON does not have, as {"__float__": "Infinity"}.
+    low, high = (float(x["__float__"] if isinstance(x, dict) else x) for x in limit)
     if low > 0 or high < math.inf:
         raise ValueError(f"config.json: the step is clipped to [{low}, {high}], which Mamba-2 here cannot do.")
     known = {config[name] for name in ("layer_norm_epsilon", "norm_eps") if config.get(name) is not None}
@@ -321,6 +323,8 @@ FLA_MAMBA2 = {
     "use_bias": (False,), "hidden_act": SILU, "rms_norm": (True,), "rmsnorm": (True,), "norm_before_gate": (False,),
     "D_has_hdim": (False,), "rescale_layers": (None,),
 }  # fmt: skip
+# transformers, and fla while it trains, take the norm of the outputs over each group of heads, fla otherwise and ours
+# over all of them: with more than one group mamba2 is not converted. log_linear_mamba2 always takes all of them.
 MAMBA2_HERE = {"activation": ("silu",), "plain": (False,)}
 SOFTMAX = {"hidden_act": SILU, "attention_bias": (False,), "mlp_bias": (False,), "partial_rotary_factor": (1.0, None)}
 FREQUENCIES = r"model\.layers\.\d+\.(self_)?attn\.(rotary_emb|rotary)\.inv_freq"
@@ -356,7 +360,8 @@ FAMILIES = {
         ),
         Family(
             "mamba2", "Mamba2ForCausalLM", "mamba2",
-            tables.MAMBA2, FLA_MAMBA2, MAMBA2_HERE | {"mlp": ("none",)}, mamba2_fields, mamba2_config,
+            tables.MAMBA2, FLA_MAMBA2 | {"n_groups": (1,)}, MAMBA2_HERE | {"num_groups": (1,), "mlp": ("none",)},
+            mamba2_fields, mamba2_config,
         ),
         Family(
             "log_linear_mamba2", "LogLinearMamba2ForCausalLM", "log_linear_mamba2",
