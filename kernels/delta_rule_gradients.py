@@ -84,7 +84,9 @@ class Chunk(NamedTuple):
 
     slot: Any
     tile_slots: list  # of the tiles of V
+    places: list  # of the two in `pairs`, likewise
     group: Any
+    place: Any  # of this warpgroup among slots and pairs
     tile: Any  # of K, that this warpgroup works on
 
 
@@ -115,8 +117,9 @@ def scratch(sizes: Sizes, dtype) -> list:
 
 
 def tile_slots(sizes: Sizes, slot) -> list:
-    """Two tiles of V have a slot each, the same in every chunk; a single one takes that of the chunk."""
-    return [0, 1] if sizes.value_tiles == SLOTS else [slot]
+    """The slots of the tiles of V, the first that of the chunk. A second tile takes the other: if they did not change
+    places with every chunk, the compiler would keep every address for good, in more registers than there are."""
+    return [slot, 1 - slot][: sizes.value_tiles]
 
 
 def load_chunk(x: Inputs, memory: Memory, sizes: Sizes, place: tuple, turn) -> None:
@@ -192,13 +195,13 @@ def meet(barrier) -> None:
     plgpu.barrier_wait(barrier)
 
 
-def write_written(memory: Memory, at: Chunk, tile_slot) -> None:
+def write_written(memory: Memory, at: Chunk) -> None:
     """W^T of this warpgroup's 64 columns of V."""
-    dtype, k, starts = memory.u.dtype, memory.keys.at[1 + at.slot], memory.starts.at[tile_slot]
+    dtype, k, starts = memory.u.dtype, memory.keys.at[1 + at.slot], memory.starts.at[at.place]
     known = product(*[(starts.at[i], k.at[i].T) for i in range(k.shape[0])])
     erase = by_column(memory.gates.at[at.slot, ERASE], TILE)
-    missing = transposed(memory.u.at[tile_slot]).astype(jnp.float32) - known * erase
-    room = memory.pairs.at[at.group]
+    missing = transposed(memory.u.at[at.place]).astype(jnp.float32) - known * erase
+    room = memory.pairs.at[at.place]
     room[...] = missing.astype(dtype)
     plgpu.commit_smem()
     memory.written[at.group] = product((room, memory.inverse.at[at.slot].T)).astype(dtype)
@@ -209,16 +212,15 @@ def state_products(memory: Memory, at: Chunk) -> tuple[jax.Array, ...]:
 
     The last that is read of the tiles of V. In rounds of two products, for the sake of registers."""
     gates, values, sums = memory.gates.at[at.slot], memory.values.at[at.group], memory.sums.at[at.group]
-    tiles = list(enumerate(at.tile_slots))
-
+    tiles = [(memory.written.at[i], slot) for i, slot in enumerate(at.tile_slots)]
     both = sum(matrix(memory.starts.at[s, at.tile]) * matrix(memory.ends.at[s, at.tile]) for _, s in tiles)
     sums.at[STATE][...] = jnp.sum(both, axis=1)
 
     def of_keys(acc_erased, acc_kept):
         for _, slot in tiles:
             plgpu.wgmma(acc_erased, memory.values.at[1, slot], memory.starts.at[slot, at.tile])
-        for i, slot in tiles:
-            plgpu.wgmma(acc_kept, memory.written.at[i].T, memory.ends.at[slot, at.tile])
+        for written, slot in tiles:
+            plgpu.wgmma(acc_kept, written.T, memory.ends.at[slot, at.tile])
         keys = matrix(memory.keys.at[1 + at.slot, at.tile])
         erased = accumulated(acc_erased, wait_n=len(tiles)) * by_row(gates.at[INTO], TILE)
         sums.at[SEEN][...] = jnp.sum(keys * erased, axis=1)
@@ -229,8 +231,8 @@ def state_products(memory: Memory, at: Chunk) -> tuple[jax.Array, ...]:
     def of_queries(acc_read, acc_pairs):
         for _, slot in tiles:
             plgpu.wgmma(acc_read, memory.values.at[0, slot], memory.starts.at[slot, at.tile])
-        for i, slot in tiles:
-            plgpu.wgmma(acc_pairs, values.at[slot], memory.written.at[i])
+        for written, slot in tiles:
+            plgpu.wgmma(acc_pairs, values.at[slot], written)
         read = accumulated(acc_read, wait_n=len(tiles)) * by_row(gates.at[INTO], TILE)
         return read, accumulated(acc_pairs, wait_n=0)
 
@@ -253,7 +255,7 @@ def write_pairs(memory: Memory, at: Chunk, pairs: jax.Array, documents: bool) ->
     is_a = lax.convert_element_type(group, jnp.float32)
     pairs = pairs * (jnp.exp(jnp.where(seen, exponent, MASKED)) * (1.0 - 2.0 * is_a))
     erase = lax.broadcast_in_dim(per_row(vectors.at[0]) * is_a + (1.0 - is_a), (CHUNK, CHUNK), (0,))
-    memory.pairs[group] = (pairs * erase).astype(memory.pairs.dtype)
+    memory.pairs[at.place] = (pairs * erase).astype(memory.pairs.dtype)
     mixed = jnp.where(column < row, pairs * scores, 0.0)
     sums.at[MIXED][...] = jnp.sum(mixed, axis=1)
 
@@ -307,11 +309,12 @@ def gate_gradients(memory: Memory, at: Chunk, tiles: int) -> None:
     plgpu.commit_smem()
 
 
-def compute_chunk(memory: Memory, sizes: Sizes, place: tuple, turn, group, results: tuple) -> None:
+def compute_chunk(memory: Memory, sizes: Sizes, where: tuple, turn, group, results: tuple) -> None:
     """A chunk's gradients by the two warpgroups that compute, from loads to stores."""
-    (b, h, chunk), slot = place, lax.rem(turn, SLOTS)
+    (b, h, chunk), slot = where, lax.rem(turn, SLOTS)
     tokens, d_q, d_k, d_erase, d_decay = pl.ds(chunk * CHUNK, CHUNK), *results
-    at = Chunk(slot, tile_slots(sizes, slot), group, group if sizes.key_tiles == GROUPS else 0)
+    place, tile = lax.rem(slot + group, SLOTS), group if sizes.key_tiles == GROUPS else 0
+    at = Chunk(slot, tile_slots(sizes, slot), [slot, 1 - slot], group, place, tile)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_wait(memory.loaded.at[slot])
     for tile_slot in at.tile_slots:
@@ -319,7 +322,7 @@ def compute_chunk(memory: Memory, sizes: Sizes, place: tuple, turn, group, resul
 
     @pl.when(group < sizes.value_tiles)
     def _():
-        write_written(memory, at, group if sizes.value_tiles == SLOTS else slot)
+        write_written(memory, at)
 
     meet(memory.wrote)
     read, kept, pairs = state_products(memory, at)
@@ -329,12 +332,8 @@ def compute_chunk(memory: Memory, sizes: Sizes, place: tuple, turn, group, resul
     plgpu.barrier_wait(memory.loaded_q)
     memory.sums.at[group, READ][...] = jnp.sum(matrix(memory.keys.at[0, at.tile]) * read, axis=1)
     write_pairs(memory, at, pairs, sizes.documents)
-    b_pairs, x, q, k = (
-        memory.pairs.at[0],
-        memory.pairs.at[1],
-        memory.keys.at[0, at.tile],
-        memory.keys.at[1 + slot, at.tile],
-    )
+    b_pairs, x = (memory.pairs.at[i] for i in at.places)
+    q, k = memory.keys.at[0, tile], memory.keys.at[1 + slot, tile]
     target = b, tokens, h, pl.ds(at.tile * TILE, TILE)
     gradients = read + product((b_pairs, k)), kept + product((b_pairs.T, q), (x, k), (x.T, k))
 
