@@ -32,7 +32,7 @@ from efla_jax.kernels.mosaic import MASKED, WGMMA, accumulated, by_column, by_ro
 DIMENSIONS = (64, 128)  # of keys and of values: at most two tiles, one for each compute warpgroup
 GROUPS = 2  # compute warpgroups
 SLOTS = 2  # in which a chunk's or a tile's loads may lie
-REGISTERS = 232, 40  # of a thread that computes, that loads: (2 * 232 + 40) * 128 of the 65536 there are
+REGISTERS = 240, 24  # of a thread that computes, that loads: (2 * 240 + 24) * 128, what the threads start with
 SUMS = 6  # vectors of one warpgroup, in this order; the last is over rows of the state, the others over tokens
 MIXED, COLUMN, READ, SEEN, LEFT, STATE = range(SUMS)
 
