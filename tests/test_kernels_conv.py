@@ -16,18 +16,19 @@ from tests.oracle import relative_rms
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 RACE = "RACE DETECTED"
-SMALL = kernel.Config(rows=2, tokens=4, programs=1)  # parts of two steps, so that a few tokens take every path
+# Parts of three steps and memory for two of them, so that a few tokens take every path.
+SMALL = kernel.Config(rows=2, slots=2, tokens=6, programs=1)
 NAMES = ("y", "dx", "dweight", "dbias", "dbefore")
 # Sums are float32: 2^-24 of each term. y and dx are rounded once to the dtype of x: half of 2^-7 (bfloat16), at most.
 EXACT, ROUNDED = 1e-6, {"float32": 1e-6, "bfloat16": 4e-3, "float16": 5e-4}
 CASES = {  # (B, T, D, W), dtype, reach, bias, before
-    "a part and a tail": ((1, 8, 128, 4), "float32", False, False, False),
+    "a part and a tail": ((1, 9, 128, 4), "float32", False, False, False),
     "four parts": ((2, 15, 128, 2), "bfloat16", False, True, False),
     "documents": ((3, 12, 256, 4), "bfloat16", True, True, True),
     "two columns": ((1, 6, 512, 3), "float32", True, True, True),
     "fewer tokens than taps": ((2, 3, 128, 5), "float16", True, False, True),
     "one token": ((1, 1, 128, 2), "float32", False, True, True),
-    "more taps than rows": ((1, 13, 128, 8), "float32", True, False, True),
+    "more taps than a part has tokens": ((1, 15, 128, 8), "float32", False, False, False),
 }
 
 
