@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from tqdm import tqdm
 
 from efla_jax.data import answers, needle, readers
 from efla_jax.scoring import Scorer, beginning
@@ -39,7 +40,8 @@ def found_needles(scorer: Scorer, needles: needle.Needles, length: int, chosen: 
     """A record of each question of one kind and length."""
     count = min(chosen.count, chosen.limit or chosen.count)
     asked = [(depth, index) for depth in chosen.depths for index in range(count)]
-    prompts = [needles.prompt(length, depth, index) for depth, index in asked]
+    bar = tqdm(asked, unit="prompt", desc=f"prompts of {length} tokens", disable=not scorer.progress, leave=False)
+    prompts = [needles.prompt(length, depth, index) for depth, index in bar]
     outputs = scorer.generate([prompt.question for prompt in prompts], [], chosen.tokens)
     records = []
     for (depth, index), prompt, output in zip(asked, prompts, outputs, strict=True):

@@ -196,6 +196,8 @@ def test_words_of_a_folder(tmp_path):
     words = needle.read_words(str(tmp_path))
     assert words == (("grim",), ("fox", "ox"))
     assert re.search(" for grim-(fox|ox) is: ", needles("single_2", words=words).prompt(900, 0).text)
+    with pytest.raises(ValueError, match="words: 2 pairs are too few for the keys of kind='multiquery'"):
+        needles("multiquery", words=words)
 
 
 @pytest.mark.parametrize(("kind", "text", "length", "depth", "message"), [

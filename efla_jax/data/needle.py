@@ -118,7 +118,7 @@ class Needles:
 
     encode: text to ids without special tokens; bos >= 0 is put in front. text: the haystack, for kinds that want one.
     room: tokens that are left for the model's words. Raises ValueError for an unknown kind, a negative seed or room,
-    and a text that is missing or not wanted.
+    too few words, and a text that is missing or not wanted.
     """
 
     def __init__(
@@ -135,6 +135,9 @@ class Needles:
         if bool(text.strip()) != (self._kind.haystack == "text"):
             wants = "hides its needle in a text: give a haystack" if not text.strip() else "has its own: leave it out"
             raise ValueError(f"haystack: kind={kind!r} {wants}")
+        pairs = len(words[0]) * len(words[1])
+        if self._kind.key == "words" and pairs <= self._kind.keys:
+            raise ValueError(f"words: {pairs} pairs are too few for the keys of kind={kind!r}; give longer lists")
         self._text = " ".join(text.split())
         self._lines: list[str] = []  # distractors of the question with the index _lines_of
         self._lines_of = -1
