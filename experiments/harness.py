@@ -27,6 +27,7 @@ from experiments import language_runs, result_files, suite, tasks
 MAX_NEW_TOKENS = 256  # where a task does not say, as in the harness
 NAMES_OF_MAX = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 OF_SAMPLING = ("temperature", "top_p", "top_k")  # these mean nothing where nothing is drawn
+LOCAL = "_local"  # behind the harness's name of a task that reads local files
 INSTALL = "pip install efla_jax[eval]"
 
 
@@ -126,7 +127,7 @@ def local_tasks(names: list[str], data: str, folder: str, manager) -> list[str]:
                              " --data out to read the hub, or write a task file and give --include_path.")  # fmt: skip
         file = tasks.local_file(tasks.TASKS[name], data).resolve()
         split = tasks.split_of(file)
-        own = {"include": str(manager.task_index[name].yaml_path), "task": f"{name}_local", "dataset_path": "json",
+        own = {"include": str(manager.task_index[name].yaml_path), "task": f"{name}{LOCAL}", "dataset_path": "json",
                "dataset_name": None, "dataset_kwargs": {"data_files": {split: str(file)}}, "training_split": None,
                "validation_split": split if split == "validation" else None,
                "test_split": split if split == "test" else None, "tag": None}  # fmt: skip
@@ -143,7 +144,7 @@ def rows_of(results: Mapping[str, Mapping[str, Any]], counts: Mapping[str, Any])
             metric, _, part = key.partition(",")
             if isinstance(score, int | float) and part and not metric.endswith("_stderr"):
                 error = scores.get(f"{metric}_stderr,{part}")
-                rows.append({"task": task, "filter": part, "metric": metric, "score": float(score),
+                rows.append({"task": task.removesuffix(LOCAL), "filter": part, "metric": metric, "score": float(score),
                              "stderr": float(error) if isinstance(error, int | float) else float("nan"),
                              "count": counts.get(task, {}).get("effective", 0)})  # fmt: skip
     return rows
@@ -151,8 +152,10 @@ def rows_of(results: Mapping[str, Mapping[str, Any]], counts: Mapping[str, Any])
 
 def harness(chosen: argparse.Namespace) -> None:
     """OUT/harness.json, .md."""
+    # Both are read by lm_eval: errors by drawing would fork a process that has threads; local files need no hub.
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
     if chosen.data:
-        os.environ.setdefault("HF_DATASETS_OFFLINE", "1")  # before lm_eval is imported, which reads it
+        os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
     lm_eval = readers.optional("lm_eval", f"the command harness ({INSTALL})")
     from lm_eval.tasks import TaskManager
 

@@ -224,6 +224,11 @@ def choice_scores(question: Question, scores: Sequence[Score]) -> dict[str, floa
     return {name: float(np.argmax(nats / np.maximum(size, 1)) == question.right) for name, size in sizes.items()}
 
 
+def exponential(nats: float, error: float) -> tuple[float, float]:
+    """(perplexity, its standard error) of a mean of nats and its own."""
+    return (math.exp(nats), math.exp(nats) * error) if nats < 700 else (math.inf, math.nan)  # of 709 it overflows
+
+
 def with_errors(values: Mapping[str, tuple[float, float]]) -> dict[str, float]:
     """{name: value, name_stderr: standard error}."""
     return {key: x for name, pair in values.items() for key, x in zip((name, f"{name}_stderr"), pair, strict=True)}
@@ -235,7 +240,7 @@ def perplexities(questions: Sequence[Question], scores: Sequence[Score]) -> dict
     counts = {"word": [q.size[0] for q in questions], "byte": [q.size[1] for q in questions],
               "token": [score.tokens for score in scores]}  # fmt: skip
     means = {name: ratio(nats, count) for name, count in counts.items()}
-    found = {f"{name}_perplexity": (math.exp(m), math.exp(m) * e) for name, (m, e) in means.items()}
+    found = {f"{name}_perplexity": exponential(*each) for name, each in means.items()}
     found["bits_per_byte"] = tuple(x / math.log(2) for x in means["byte"])
     return with_errors(found)
 
@@ -249,8 +254,7 @@ def evaluate(task: Task, questions: Sequence[Question], scorer: Scorer) -> dict[
     scores = iter(scorer.loglikelihood(pairs))
     each = [[next(scores) for _ in question.pairs] for question in questions]
     if task.kind == "word":
-        nats, error = mean([-score.logprob for (score,) in each])
-        found = {"perplexity": (math.exp(nats), math.exp(nats) * error),
+        found = {"perplexity": exponential(*mean([-score.logprob for (score,) in each])),
                  "acc": mean([float(score.greedy) for (score,) in each])}  # fmt: skip
     else:
         right = [choice_scores(question, some) for question, some in zip(questions, each, strict=True)]

@@ -337,5 +337,5 @@ def test_too_large_a_batch_says_what_to_halve(monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     monkeypatch.setattr(rows, "token_scores", full)
-    with pytest.raises(ValueError, match="batch_tokens: 512 is too much for the memory at 1 rows of 16 tokens; halve"):
+    with pytest.raises(ValueError, match="batch_tokens: 512 is too much for the memory at 2 rows of 16 tokens; halve"):
         Scorer(Successor(), {}, BYTES, batch_tokens=512).loglikelihood([("a", "b")])

@@ -56,16 +56,17 @@ def power_of_two(number: int) -> int:
 def batches(rows: Sequence[Row], batch_tokens: int, piece: int) -> Iterator[tuple[list[int], int, int, int]]:
     """(numbers of rows, batch size, time, places): rows that share a program, the longest first.
 
-    Sizes are powers of two: time of the inputs, places of the targets (a power of four), batch size at most
-    batch_tokens / time. `time` may exceed the piece."""
+    time of the inputs is a power of two, places of the targets one of four; batch size is the largest power of two
+    within batch_tokens / time, or that over a power of four where there are few rows. `time` may exceed the piece."""
     groups = defaultdict(list)
     for number, row in enumerate(rows):
         time = max(SHORTEST, power_of_two(len(row.ids) - 1))
         places = SHORTEST << 2 * ((power_of_two(row.scored) // SHORTEST).bit_length() // 2)
         groups[time, min(time, places)].append(number)
     for (time, places), members in sorted(groups.items(), reverse=True):
-        most = 1 << max(1, batch_tokens // min(time, piece)).bit_length() - 1
-        size = min(most, power_of_two(len(members)))
+        size = 1 << max(1, batch_tokens // min(time, piece)).bit_length() - 1
+        while size >= 4 * len(members):  # a quarter, a sixteenth, ...: few sizes, that small sets share
+            size //= 4
         members.sort(key=lambda number: -len(rows[number].ids))
         for start in range(0, len(members), size):
             yield members[start : start + size], size, time, places
