@@ -39,7 +39,7 @@ class Session:
         self.generator, self.write = generator, write
         self.now = Turn()
         self.before: tuple[Turn, str] | None = None  # what /undo and /again go back to, and the line that followed
-        self.stream = 0
+        self.stream = 0  # of random numbers; every turn has its own
 
     def say(self, line: str) -> bool:
         """Do what a line asks for. Errors are written, and leave the text as it was."""
@@ -50,6 +50,8 @@ class Session:
             self.turn(line.removeprefix("/") if line.startswith("//") else line)
         except (ValueError, FloatingPointError, OSError) as error:
             self.write(f"error: {error}\n")
+        except KeyboardInterrupt:  # while it was reading
+            self.write("\n")
         return True
 
     def turn(self, line: str) -> None:
@@ -62,6 +64,7 @@ class Session:
         said = tuple(generator.tokens_of(answer))
         self.now = Turn(read, said, (*start.tokens, *ids, *said), start.text + line + answer.text)
         self.before = start, line
+        self.stream += 1
 
     def show(self, row: int, text: str) -> None:
         self.write(text)
@@ -89,7 +92,6 @@ class Session:
                 raise ValueError(f"/{name}: there is no turn to go back to.")
             (self.now, line), self.before = self.before, None
             if name == "again":
-                self.stream += 1
                 self.turn(line)
         elif name in ("save", "load"):
             if not rest:

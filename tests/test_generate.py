@@ -21,6 +21,7 @@ from efla_jax.generate import (
     snapshot,
     take,
 )
+from efla_jax.generate.prefix import fresh, grown
 from efla_jax.layers import MIXERS, Reading
 from efla_jax.model import LanguageModel
 
@@ -201,6 +202,10 @@ def test_caches_grow_while_a_text_grows():
     prompt = [(7 * i + 3) % VOCABULARY for i in range(60)]
     short = prefill(module, parameters(module), [prompt])
     assert short.cache[0].kv.k.shape[2] == 64
+    rooms = [64, 65, 97, 1 << 16, (1 << 16) + 1]
+    caches = [grown(module, fresh(module, 1, before), room, 0) for before, room in zip(rooms, rooms[1:], strict=False)]
+    # By half at least where that is little: few programs while a text grows.
+    assert [cache[0].kv.k.shape[2] for cache in caches] == [96, 97, 1 << 16, (1 << 16) + 4096]
     more = np.concatenate(list(Decoding(module, parameters(module), short, Choice(0.0), max_new_tokens=20)), axis=1)
     assert more[0].tolist() == reread(module, prompt, 20, 80)
 
@@ -345,6 +350,8 @@ def test_samples_follow_the_tempered_distribution():
     share = np.bincount(np.asarray(drawn), minlength=5) / 20000
     np.testing.assert_allclose(share, weights / weights.sum(), atol=0.015)  # 4 standard errors of a share
     assert share[2] == share[4] == 0
+    free = [sample(keys[:500], jnp.broadcast_to(logits, (500, 5)), how._replace(top_k=jnp.int32(k))) for k in (0, 5)]
+    np.testing.assert_array_equal(*free)  # without a limit nothing is sorted
 
 
 def test_temperature_zero_is_greedy():

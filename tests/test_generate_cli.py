@@ -1,5 +1,6 @@
 """experiments.generate: one prompt, files of prompts that are gone on with, snapshots, conversations, refusals."""
 
+import csv
 import json
 import types
 
@@ -12,7 +13,7 @@ from efla_jax.checkpoint import Checkpointer
 from efla_jax.generate import generate
 from efla_jax.train import settings
 from experiments import generate as program
-from experiments import generate_batch, generate_session, generation
+from experiments import generate_batch, generate_session, generate_throughput, generation
 
 SHORT = ("--max_tokens=12", "--piece=16", "--block=4")
 DRAWN = (*SHORT, "--temperature=0.9", "--top_k=40", "--seed=5")
@@ -260,6 +261,13 @@ def test_ctrl_c_ends_the_text_and_not_the_conversation(session, monkeypatch):
     session.generator.max_tokens, session.write = 3, parts.append
     assert session.say("rule") and session.now.text.startswith("delta") and "rule" in session.now.text
 
+    def interrupted(prompts, prefix):
+        raise KeyboardInterrupt
+
+    before = session.now
+    session.generator.read = interrupted
+    assert session.say("rule") and session.now == before
+
 
 def test_typed_lines():
     lines = iter(["one", "two\\", "", "three\\"])
@@ -332,3 +340,42 @@ def test_prompts_that_cannot_be_read_are_named(tmp_path, name, content, message)
     assert [row["prompt"] for row in generate_batch.read_prompts(tmp_path / name)] == (
         ["a\u2028b"] if name == "p.jsonl" else ['{"text": "a\\u2028b"}']
     )
+
+
+def throughput(tmp_path, *words):
+    generate_throughput.main([f"--out={tmp_path}", "--width=32", "--depth=1", "--new=5", "--repeats=1", *words])
+    with open(tmp_path / "throughput.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_throughput_is_a_table_of_models_and_batches(tmp_path, capsys):
+    rows = throughput(tmp_path, "--configs=configs/quickstart.py:attention", "--batches=2,1", "--prompt=20")
+    assert [(row["model"], row["batch"]) for row in rows] == [("quickstart attention", batch) for batch in ("1", "2")]
+    for row in rows:
+        assert float(row["prefill_tokens_per_second"]) > 0 and float(row["first_token_ms"]) > 0
+        step, rate = float(row["decode_ms_per_token"]), float(row["decode_tokens_per_second"])
+        assert step * rate == pytest.approx(1e3 * int(row["batch"])) and step > 0
+        # 64 slots of keys and values of 2 heads of 16 in float32, and the numbers of two int32
+        assert float(row["cache_mib_per_row"]) == pytest.approx((64 * 2 * 32 * 4 + 8) / 2**20)
+    text = (tmp_path / "throughput.md").read_text()
+    assert "| quickstart attention |" in text and str(tmp_path) not in text
+    assert "written" in capsys.readouterr().out
+
+
+def test_throughput_says_what_did_not_fit_or_cannot_be(tmp_path, monkeypatch):
+    def full(model, params, prompts, chosen):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(generate_throughput, "once", full)
+    rows = throughput(tmp_path, "--configs=configs/quickstart.py:efla", "--batches=1,16,256")
+    assert [(row["batch"], row["note"]) for row in rows] == [("1", "out of memory")]
+    assert "out of memory" in (tmp_path / "throughput.md").read_text()
+    for words, message in (
+        (["--new=1"], "--new=1: decoding is timed from the second"),
+        (["--configs=configs/none.py:efla"], "none.py is no file"),
+        (["--configs=configs/smnist.py:efla"], "of images"),
+        (["--configs="], "name at least one"),
+        ([f"--configs={tmp_path}"], "no config.json there"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            throughput(tmp_path, *words)

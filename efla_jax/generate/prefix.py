@@ -23,6 +23,7 @@ from efla_jax.ops import grow_selected_kv
 
 Prompts = Sequence[Sequence[int] | np.ndarray] | np.ndarray
 PIECE = 512  # tokens of each row that are read at once
+MOST_SPARE = 4096  # tokens of room that nobody asked for
 SHORTEST_BUCKET = 16  # shorter prompts are padded to a power of two of tokens, at least this: few programs serve all
 
 
@@ -80,8 +81,9 @@ def grown(model: LanguageModel, cache: tuple, room: int, coming: int) -> tuple:
     parts = []
     for name, part in zip(model.mixers, cache, strict=True):
         if isinstance(part, AttentionCache):
-            more = room - part.kv.k.shape[2]
-            if more > 0:
+            now = part.kv.k.shape[2]
+            if room > now:  # by half at least, where that is not much: few programs serve a text that grows
+                more = max(room, min(now + now // 2, now + MOST_SPARE)) - now
                 wider = ((0, 0), (0, 0), (0, more), (0, 0), (0, 0))
                 k, v = jnp.pad(part.kv.k, wider), jnp.pad(part.kv.v, wider)
                 part = part._replace(kv=part.kv._replace(k=k, v=v))

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 
@@ -37,7 +38,9 @@ def sample(keys: Array, logits: Float[Array, "B vocabulary"], how: Sampling) -> 
     # The largest is 0, so that a tiny temperature draws it instead of dividing everything to +-inf.
     logits = logits - jnp.max(logits, axis=-1, keepdims=True)
     logits = logits / jnp.maximum(how.temperature, jnp.finfo(jnp.float32).tiny)
-    logits = jnp.where(likely(logits, how.top_k, how.top_p), logits, -jnp.inf)
+    limited = (how.top_k != 0) | (how.top_p < 1)  # sorting a vocabulary may cost more than the model's step
+    kept = lax.cond(limited, likely, lambda logits, *_: jnp.ones(logits.shape, bool), logits, how.top_k, how.top_p)
+    logits = jnp.where(kept, logits, -jnp.inf)
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
 
