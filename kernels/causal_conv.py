@@ -192,12 +192,12 @@ def _walk(plan: Plan, place: Place, sources: list, scratch, step, carry):
     sources: (array, how many rows behind t the step's rows of it begin). ahead: where the next step begins, or after
     the last one its own beginning. Copies run `slots` steps ahead of the sums, in shared memory."""
     *buffers, full = scratch
-    steps = plan.tokens // plan.rows
+    steps: int | jax.Array = plan.tokens // plan.rows
     if plan.walked % plan.tokens:
         steps = lax.div(place.stop - place.first, plan.rows)
 
     def fetch(i):
-        slot, t = (lax.rem(i, plan.slots), place.batch * plan.time + place.first + i * plan.rows)
+        slot, t = lax.rem(i, plan.slots), place.batch * plan.time + place.first + i * plan.rows
         for (gmem, behind), buffer in zip(sources, buffers, strict=True):
             rows = gmem.at[pl.ds(t + behind, plan.rows), place.channels]
             plgpu.copy_gmem_to_smem(rows, buffer.at[slot], full.at[slot])
@@ -238,7 +238,7 @@ def _forward_body(plan: Plan):
     def body(x_gmem, coefficients_gmem, *rest):
         *reach_gmem, y_gmem, x_smem, full = rest
         place = _place(plan)
-        inputs_at, reach_at = (_reader(x_gmem, plan, place), _scalars(reach_gmem, plan, place))
+        inputs_at, reach_at = _reader(x_gmem, plan, place), _scalars(reach_gmem, plan, place)
         coefficients = _coefficients(coefficients_gmem, plan, place)
 
         def write(t, inputs: list, reach: list, count: int) -> None:
@@ -259,7 +259,7 @@ def _forward_body(plan: Plan):
 
         def tail():
             early = min(taps - 1, plan.walked)
-            inputs, reach = (inputs_at(plan.walked - early, early + plan.tail), reach_at(plan.walked, plan.tail))
+            inputs, reach = inputs_at(plan.walked - early, early + plan.tail), reach_at(plan.walked, plan.tail)
             write(plan.walked, inputs, reach, plan.tail)
 
         if plan.walked:
@@ -278,7 +278,7 @@ def _backward_body(plan: Plan):
     def body(x_gmem, d_y_gmem, coefficients_gmem, *rest):
         *reach_gmem, d_x_gmem, sums_gmem, x_smem, d_y_smem, full = rest
         place = _place(plan)
-        inputs_at, reach_at = (_reader(x_gmem, plan, place), _scalars(reach_gmem, plan, place))
+        inputs_at, reach_at = _reader(x_gmem, plan, place), _scalars(reach_gmem, plan, place)
         d_y_at = _reader(d_y_gmem, plan, place)
         coefficients = _coefficients(coefficients_gmem, plan, place)
 
@@ -309,13 +309,13 @@ def _backward_body(plan: Plan):
                 sums_gmem[line + j, place.channels] = total
 
         def tail(sums: list) -> list:
-            last = (read_at(plan.walked, plan.tail) for read_at in (inputs_at, d_y_at, reach_at))
-            return write(plan.walked, *last, sums)
+            inputs, d_y, reach = (read_at(plan.walked, plan.tail) for read_at in (inputs_at, d_y_at, reach_at))
+            return write(plan.walked, inputs, d_y, reach, sums)
 
         sums = [plgpu.layout_cast(jnp.zeros(plan.shape, jnp.float32), plan.layout) for _ in coefficients]
         if plan.walked:
-            carry = (d_y_at(place.first, taps - 1), reach_at(place.first, rows + taps - 1), sums)
-            sources, scratch = ([(x_gmem, 0), (d_y_gmem, taps - 1)], (x_smem, d_y_smem, full))
+            carry = d_y_at(place.first, taps - 1), reach_at(place.first, rows + taps - 1), sums
+            sources, scratch = [(x_gmem, 0), (d_y_gmem, taps - 1)], (x_smem, d_y_smem, full)
             *_, sums = _walk(plan, place, sources, scratch, step, carry)
         _at_the_end(plan, place, lambda: store(tail(sums)), lambda: store(sums))
 

@@ -25,7 +25,7 @@ def windowed(x, weight, bias, before, reach, config=None, interpret=None) -> jax
         require_hopper("causal_conv")
     if x.size == 0:
         raise NotImplementedError(f"causal_conv: x of shape {x.shape} has nothing to convolve")
-    if reason := kernel.unsupported(*weight.shape, x.dtype):
+    if reason := kernel.unsupported(weight.shape[0], x.shape[2], x.dtype):
         raise NotImplementedError(f"causal_conv: no GPU kernel for {reason}")
     return _solve(x, weight, bias, before, reach, config or kernel.SAFE, interpret)
 
