@@ -4,9 +4,11 @@ journal that it goes on from when it is started again."""
 import argparse
 import json
 import pathlib
+import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 import efla_jax
@@ -50,12 +52,28 @@ def write_outputs(out: pathlib.Path, name: str, records: Sequence[Mapping[str, A
         file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
+def commit() -> str:
+    """The commit of this checkout, with "+" behind it where files differ; "" outside of one."""
+    def git(*words: str) -> str:
+        folder = pathlib.Path(__file__).parent
+        return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
 def about(chosen: argparse.Namespace, run: language_runs.Trained, scorer: Scorer) -> dict[str, Any]:
-    """What results are of: the run, its step and tokenizer, the options, the version, and what was cut."""
+    """What results are of: the run with its step, tokenizer, config and number of parameters, the options, the version
+    and commit, how contexts begin, and how many requests there were and were cut."""
     options = {k: str(v) if isinstance(v, pathlib.Path) else v for k, v in vars(chosen).items() if k != "command"}
-    tokenizer = run.tokenizer.describe() if run.tokenizer else {}
-    return {"run": str(run.folder), "step": run.step, "tokenizer": tokenizer, "options": options,
-            "version": efla_jax.__version__, "counts": dict(scorer.counts)}  # fmt: skip
+    return {
+        "run": str(run.folder), "step": run.step, "tokenizer": run.tokenizer.describe() if run.tokenizer else {},
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(run.params)), "config": run.config, "options": options,
+        "version": efla_jax.__version__, "commit": commit(), "counts": dict(scorer.counts),
+        "begin": {"token": scorer.begin.token, "always": scorer.begin.always}, "max_length": scorer.max_length,
+    }  # fmt: skip
 
 
 def opened(chosen: argparse.Namespace, name: str) -> tuple[language_runs.Trained, Scorer, pathlib.Path]:
