@@ -19,7 +19,7 @@ differences are listed as an error, and --inexact exports all the same.
 
 --tie and --untie say whether the head is the embedding's table; without them that stays as it is.
 
-Memory is that of the largest leaf (of all layers); `import` needs as much disk again as the new checkpoint for a while.
+Memory: see efla_jax/checkpoint/interchange_steps.py; `import` takes as much disk again as the checkpoint for a while.
 Nothing appears under its name before it is complete: begun conversions lie in FOLDER.partial and are made anew.
 """
 

@@ -1,8 +1,8 @@
 """Our side of an exchange: the parameters of a step read a leaf at a time, and written from arrays in files.
 
-Reading takes the memory of the largest leaf (of all layers together). For writing, leaves are laid into files first,
-tensor by tensor, from which orbax takes them: as much disk again as the checkpoint, while it is written, and pages of
-memory that the system can take back.
+Reading takes twice the memory of the largest leaf, of all layers together, since orbax reads it as a whole. For
+writing, leaves are laid into files first, tensor by tensor, from which orbax takes them: as much disk again as the
+checkpoint while it is written, and pages of memory that the system can take back.
 """
 
 import functools
@@ -19,7 +19,7 @@ from tqdm import tqdm
 from efla_jax.checkpoint import interchange
 from efla_jax.checkpoint.checkpointer import Checkpointer
 from efla_jax.checkpoint.folder import newest_intact, read_json, require_intact, steps_of
-from efla_jax.checkpoint.interchange import Layout
+from efla_jax.checkpoint.interchange import Layout, Place
 from efla_jax.checkpoint.restore import PARTS, path_of, read_state
 
 ROOT = "params"  # of the variables of a Linen module
@@ -96,14 +96,17 @@ def scatter(layout: Layout, stored: StoredParams, tensors: Mapping[str, np.ndarr
     """Every leaf of a step into the tensors it belongs to, in their dtypes, each read back at once. Raises RuntimeError
     where the file does not hold what was written."""
     for leaf, places in tqdm(layout.by_leaf().items(), unit="leaf"):
-        array = stored.read(leaf)
-        for place in places:
-            tensor = tensors[place.tensor]
-            layer = array[place.group] if place.group >= 0 else array
-            interchange.write(place, layer, tensor)
-            wanted = layer.astype(tensor.dtype)
-            if not same(interchange.read(place, tensor), wanted):
-                raise RuntimeError(f"{place.tensor}: the file does not hold what was written for {leaf}; is it full?")
+        _scatter_leaf(stored.read(leaf), places, tensors)  # held by nobody when the next is read
+
+
+def _scatter_leaf(array: np.ndarray, places: list[Place], tensors: Mapping[str, np.ndarray]) -> None:
+    for place in places:
+        tensor = tensors[place.tensor]
+        layer = array[place.group] if place.group >= 0 else array
+        interchange.write(place, layer, tensor)
+        if not same(interchange.read(place, tensor), layer.astype(tensor.dtype)):
+            raise RuntimeError(f"{place.tensor}: the file does not hold what was written for {place.leaf}; is the disk"
+                               " full?")  # fmt: skip
 
 
 def same(one: np.ndarray, other: np.ndarray) -> bool:
