@@ -40,7 +40,7 @@ import jax.numpy as jnp
 from configs import common
 from efla_jax.checkpoint import interchange_steps as steps
 from efla_jax.checkpoint.interchange import Layout, Tensor, check_names, lay_out
-from efla_jax.checkpoint.interchange_families import FAMILIES, Family, check_config, check_model
+from efla_jax.checkpoint.interchange_families import FAMILIES, Family, check_config, check_model, required
 from efla_jax.checkpoint.interchange_files import DTYPES, Reader, create
 from efla_jax.checkpoint.interchange_tables import HEAD, TABLE
 from efla_jax.model import LanguageModel, mixer_fields
@@ -51,6 +51,7 @@ ORIGIN = "interchange.json"  # in a run's folder: family, dtypes and config.json
 # What lies beside the tensors and is carried along as it is.
 CARRIED = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
            "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json")  # fmt: skip
+TOKENIZERS = {"tokenizer.json": "tokenizers", "tokenizer.model": "sentencepiece", "tokenizer.tiktoken": "tiktoken"}
 PRODUCTS = ("float32", "bfloat16", "float16")
 NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 OLD_NAMES = {"backbone.embedding.weight": "backbone.embeddings.weight"}  # of the first Mamba checkpoints
@@ -171,9 +172,10 @@ def vocabulary_in(folder: pathlib.Path, config: Mapping[str, Any]) -> dict[str, 
         value = value[0] if isinstance(value, list) else value
         return -1 if value is None or not 0 <= value < config["vocab_size"] else value
 
-    file = next((folder / name for name in CARRIED[:2] if (folder / name).is_file()), None)
+    kind, file = next(((kind, folder / name) for name, kind in TOKENIZERS.items() if (folder / name).is_file()),
+                      ("", None))  # fmt: skip
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest() if file else ""
-    return {"kind": "tokenizers", "sha256": sha256, "vocab_size": config["vocab_size"], "eos_id": token("eos"),
+    return {"kind": kind, "sha256": sha256, "vocab_size": config["vocab_size"], "eos_id": token("eos"),
             "bos_id": token("bos") if adds_bos(folder) else -1, "pattern": ""}  # fmt: skip
 
 
@@ -184,10 +186,14 @@ def shapes_of(model: LanguageModel) -> dict[str, tuple[int, ...]]:
 
 
 def carry(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Copy the files that lie beside the tensors: those of a folder, or one file."""
-    files = [source] if source.is_file() else [source / name for name in CARRIED if (source / name).is_file()]
-    for file in files:
-        shutil.copyfile(file, target / file.name)
+    """Copy the files that lie beside the tensors: those of a folder, or one tokenizer under its usual name."""
+    if source.is_file():
+        shutil.copyfile(source, target / f"tokenizer{source.suffix}")
+    elif not source.is_dir():
+        raise FileNotFoundError(f"--tokenizer={source}: neither a file nor a folder.")
+    for name in CARRIED:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
 
 
 def import_run(chosen: argparse.Namespace) -> None:
@@ -199,6 +205,7 @@ def import_run(chosen: argparse.Namespace) -> None:
     config = json.loads((beside / "config.json").read_text())
     family = family_of(chosen.family, config)
     check_config(family, config)
+    required(config, "vocab_size")
     section = family.fields(config)
     tied = section["tie_embeddings"]
     if chosen.tie is not None:
