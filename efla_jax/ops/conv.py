@@ -1,13 +1,19 @@
 """Short causal convolution, one filter per channel: what mixers put before their recurrence."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from efla_jax.ops.dispatch import dispatch
+from efla_jax.ops.pallas_conv import windowed as pallas
 from efla_jax.ops.segments import mask_padding, permute_time, real_first, segments
 from efla_jax.ops.sharded import gathered, part, sharded
 from efla_jax.shapes import SegmentIds, check_floating, check_segment_ids, check_shapes
+
+WORTH_A_KERNEL = 64  # tokens
 
 
 def causal_conv(
@@ -39,11 +45,14 @@ def causal_conv(
     taps = check_arguments(x, weight, bias, initial_state, segment_ids)
     state = jnp.zeros((x.shape[0], taps - 1, x.shape[2]), x.dtype) if initial_state is None else initial_state
     legends, results = ("BTD", "WD", "D", "BPD", "BT"), ("BTD", "BPD")
+    fresh = initial_state is None
     if segment_ids is None:
-        return sharded(without_documents, (x, weight, bias, state), legends[:4], results)
+        local = functools.partial(without_documents, fresh)
+        return sharded(local, (x, weight, bias, state), legends[:4], results)
     real, _, document = segments(segment_ids)
     x, document = mask_padding(real, x), jnp.where(real, document, -1)
-    y, state = sharded(with_documents, (x, weight, bias, state, document), legends, results)
+    local = functools.partial(with_documents, fresh)
+    y, state = sharded(local, (x, weight, bias, state, document), legends, results)
     return mask_padding(real, y), state
 
 
@@ -64,19 +73,19 @@ def check_arguments(x, weight, bias, initial_state, segment_ids) -> int:
 
 
 # Below, a device may have only a part of the time (see `sharded`): the last inputs of every part, at most W - 1, are
-# all that a part needs of those before it.
+# all that a part needs of those before it. fresh: the state is of no token.
 
 
-def without_documents(context, x, weight, bias, state) -> tuple[jax.Array, jax.Array]:
+def without_documents(fresh, context, x, weight, bias, state) -> tuple[jax.Array, jax.Array]:
     """y [B, T, D] and the state after all parts, every token being real and of the document of the state."""
     count = min(state.shape[1], x.shape[1])
     seen = joined(state, gathered(x[:, x.shape[1] - count :], context))
     before = lax.dynamic_slice_in_dim(seen, part(context) * count, state.shape[1], axis=1)
-    y = windowed(x, weight, bias, before, None)
+    y = windowed(x, weight, bias, None if fresh and context is None else before, None)
     return y, seen[:, seen.shape[1] - state.shape[1] :].astype(state.dtype)
 
 
-def with_documents(context, x, weight, bias, state, document) -> tuple[jax.Array, jax.Array]:
+def with_documents(fresh, context, x, weight, bias, state, document) -> tuple[jax.Array, jax.Array]:
     """The same where `document` [B, T] numbers the documents of all parts: 0 is the state's, -1 is padding."""
     count = state.shape[1]
     tail, owners = latest(x, document, min(count, x.shape[1]))
@@ -89,6 +98,7 @@ def with_documents(context, x, weight, bias, state, document) -> tuple[jax.Array
     order, inverse = real_first(document >= 0)
     owner = jnp.concatenate([owner, jnp.take_along_axis(document, order, axis=1)], axis=1)
     reach = reached(owner, count)
+    before = None if fresh and context is None else before
 
     def moved(x, weight, bias, before):
         y = windowed(permute_time(x, order, inverse), weight, bias, before, reach)
@@ -111,18 +121,26 @@ def reached(owner: jax.Array, count: int) -> jax.Array:
     return sum((x.astype(jnp.int32) for x in own), jnp.zeros((owner.shape[0], time), jnp.int32))
 
 
-def shifted(x: jax.Array, lag: int, before: jax.Array, reach: jax.Array | None) -> jax.Array:
+def windowed(x, weight, bias, before, reach) -> jax.Array:
+    """y [B, T, D] in the dtype of x; a token reads itself and the `reach` [B, T] inputs before it (None: all W - 1), of
+    which the first are before [B, W - 1, D] (None: zeros)."""
+    choice = ("pallas", "shifts") if x.shape[1] >= WORTH_A_KERNEL else ("shifts",)
+    return dispatch("causal_conv", "auto", {"pallas": pallas, "shifts": by_shifts}, choice,
+                    (x, weight, bias, before, reach))  # fmt: skip
+
+
+def shifted(x: jax.Array, lag: int, before: jax.Array | None, reach: jax.Array | None) -> jax.Array:
     """The input `lag` tokens before each of x [B, T, D], in float32, 0 where that lies beyond its reach."""
-    count, time = before.shape[1], x.shape[1]
-    inputs = x if lag == 0 else joined(before, x)[:, count - lag : count - lag + time]
-    inputs = inputs.astype(jnp.float32)
+    inputs, time = x, x.shape[1]
+    if lag:
+        inputs = jnp.pad(x, ((0, 0), (lag, 0), (0, 0))) if before is None else joined(before[:, -lag:], x)
+    inputs = inputs[:, :time].astype(jnp.float32)
     return inputs if reach is None or lag == 0 else mask_padding(reach >= lag, inputs)
 
 
 @jax.custom_vjp
-def windowed(x, weight, bias, before, reach) -> jax.Array:
-    """y [B, T, D] in the dtype of x; a token reads itself and the `reach` [B, T] inputs before it (None: all W - 1), of
-    which the first are before [B, W - 1, D]. The gradient keeps x; autodiff would keep W shifted float32 copies."""
+def by_shifts(x, weight, bias, before, reach) -> jax.Array:
+    """`windowed` through XLA. The gradient keeps x; autodiff would keep W shifted float32 copies."""
     taps = weight.shape[0]
     y = jnp.zeros((), jnp.float32) if bias is None else bias.astype(jnp.float32)
     for j in range(taps):
@@ -130,11 +148,11 @@ def windowed(x, weight, bias, before, reach) -> jax.Array:
     return y.astype(x.dtype)
 
 
-def _windowed_forward(*arguments):
-    return windowed(*arguments), arguments
+def _by_shifts_forward(*arguments):
+    return by_shifts(*arguments), arguments
 
 
-def _windowed_backward(saved, cotangent):
+def _by_shifts_backward(saved, cotangent):
     """Every input was read by its own token and by the W - 1 behind it, where they reach it."""
     x, weight, bias, before, reach = saved
     taps = weight.shape[0]
@@ -147,10 +165,11 @@ def _windowed_backward(saved, cotangent):
     d_weight = [jnp.sum(wide * shifted(x, taps - 1 - j, before, reach), axis=(0, 1)) for j in range(taps)]
     d_bias = None if bias is None else jnp.sum(wide, axis=(0, 1)).astype(bias.dtype)
     d_before, d_x = jnp.split(d_inputs, [taps - 1], axis=1)
-    return d_x.astype(x.dtype), jnp.stack(d_weight).astype(weight.dtype), d_bias, d_before.astype(before.dtype), None
+    d_before = None if before is None else d_before.astype(before.dtype)
+    return d_x.astype(x.dtype), jnp.stack(d_weight).astype(weight.dtype), d_bias, d_before, None
 
 
-windowed.defvjp(_windowed_forward, _windowed_backward)
+by_shifts.defvjp(_by_shifts_forward, _by_shifts_backward)
 
 
 def latest(inputs: jax.Array, document: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
