@@ -6,8 +6,10 @@ import json
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 from configs import quickstart
 from efla_jax import evaluate, train
@@ -202,6 +204,60 @@ def test_a_run_that_knows_nothing_is_asked_for_real(byte_run, tmp_path, capsys):
     long_context.main(words)
     counts = json.loads((tmp_path / "ruler.json").read_text())["counts"]
     assert counts["known"] == 4
+
+
+class Finder(LanguageModel):
+    """A model that reads on behind " is:" once it has been asked; its cache is what it has read."""
+
+    def setup(self):
+        """Without parameters."""
+
+    @nn.nowrap
+    def init_cache(self, batch, max_length=None):
+        return ({"tokens": jnp.zeros((1, batch, max_length), jnp.int32), "length": jnp.zeros((1, batch), jnp.int32)},)
+
+    def features(self, tokens, segment_ids=None, cache=None):
+        cache = self.init_cache(*tokens.shape) if cache is None else cache
+        read, length = cache[0]["tokens"][0], cache[0]["length"][0]
+        real = jnp.ones_like(tokens) if segment_ids is None else (segment_ids != 0).astype(jnp.int32)
+        places = length[:, None] + jnp.cumsum(real, axis=1) - 1
+        rows = jnp.arange(len(tokens))[:, None]
+        read = read.at[rows, jnp.where(real > 0, places, read.shape[1])].set(tokens, mode="drop")
+
+        def ends(pattern):
+            return jnp.stack([jnp.roll(read, i, 1) == c for i, c in enumerate(reversed(pattern))]).all(0)
+
+        asked = read.shape[1] - 1 - jnp.argmax(ends(b" provided text is")[:, ::-1], axis=1)
+        source = jnp.argmax(ends(b" is:"), axis=1)[:, None] + 1 + places - asked[:, None]
+        said = jnp.take_along_axis(read, jnp.clip(source, 0, read.shape[1] - 1), axis=1)
+        after = ({"tokens": read[None], "length": (length + real.sum(1))[None]},)
+        return said[..., None].astype(jnp.float32), after
+
+    def logits(self, x):
+        return 20 * nn.one_hot(x[..., 0].astype(jnp.int32), self.vocab_size)
+
+    def __call__(self, tokens, segment_ids=None, cache=None):
+        x, cache = self.features(tokens, segment_ids, cache)
+        return self.logits(x), cache
+
+
+@pytest.mark.parametrize(("kind", "length", "piece"), [
+    ("single_3", 1100, 256), pytest.param("single_1", 131072, 4096, marks=pytest.mark.slow)
+])  # fmt: skip
+def test_a_model_that_reads_on_finds_needles_in_pieces(byte_run, tmp_path, monkeypatch, kind, length, piece):
+    def scorer(chosen, run, journal):
+        model = Finder(vocab_size=256, width=1, depth=1, mixers=("efla",), mixer_options={"efla": {"num_heads": 1}})
+        return Scorer(model, {}, run.tokenizer, batch_tokens=3000, piece=chosen.piece, journal=Journal(journal))
+
+    monkeypatch.setattr(language_runs, "scorer", scorer)
+    (tmp_path / "essay.txt").write_text(ESSAY)
+    words = ["ruler", f"--run={byte_run}", f"--out={tmp_path}", f"--kinds={kind}", f"--lengths={length}", "--count=2",
+             "--strict", f"--piece={piece}", "--tokens=48", "--depths=0,90"]  # fmt: skip
+    long_context.main([*words, f"--haystack={tmp_path / 'essay.txt'}"])
+    for row in json.loads((tmp_path / "ruler.json").read_text())["rows"]:
+        assert (row["score"], row["exact"], row["count"]) == (1, 1, 2) and row["nats"] < 1e-4
+    for record in rows_of(tmp_path / "ruler_outputs.jsonl"):
+        assert record["output"].startswith(f" {record['answers'][0]}.") and len(record["output"]) == 48
 
 
 REFUSED = {
