@@ -1,12 +1,16 @@
 """Needles: where they lie, what is asked, how long prompts are, and how answers are told from what leads to them."""
 
+import gzip
+import os
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from efla_jax.data import needle
 from efla_jax.data.needle import DEPTHS, KINDS, ROOM, Needles
+from efla_jax.data.tokenizer import TokenizerSpec, load_tokenizer
 
 WORDS = np.random.default_rng(0).choice(["Law", "and", "state", "of", "the", "mind", "is", "not", "one"], (900, 7))
 SINGLES = [kind for kind in KINDS if kind.startswith("single")]
@@ -128,6 +132,27 @@ def test_a_prompt_is_as_long_as_it_may_be(kind, tokens):
     longer = next(length for length in range(full + 1, full + 400)
                   if len(task.prompt(length, 50, 1).tokens) + ROOM > full)  # fmt: skip
     assert longer > 2000 and len(task.prompt(longer, 50, 1).tokens) + ROOM == longer
+
+
+@pytest.mark.skipif(not os.environ.get("EFLA_DATA"), reason="EFLA_DATA names no folder of tokenizers and essays")
+@pytest.mark.parametrize(("module", "file"), [
+    ("tiktoken", "gpt2_r50k_base.tiktoken"), ("tokenizers", "gpt_neox_20b_pii_special.json"),
+    ("tokenizers", "mistral_v1_tokenizer.json"), ("sentencepiece", "mistral_v1.model"),
+])  # fmt: skip
+def test_lengths_in_tokens_of_published_tokenizers(module, file):
+    pytest.importorskip(module)
+    folder = Path(os.environ["EFLA_DATA"])
+    tokens = load_tokenizer(TokenizerSpec(str(folder / "tokenizers" / file))).encode
+    essays = gzip.open(folder / "haystack_public_domain_essays.txt.gz", "rt").read()
+    words = needle.read_words(str(folder / "wordlists"))
+    for kind in KINDS:
+        task = Needles(kind, tokens, essays if KINDS[kind].haystack == "text" else "", words=words, bos=1)
+        prompt = task.prompt(4096, needle.DRAWN, 4)
+        assert 4096 - ROOM - 150 < len(prompt.tokens) <= 4096 - ROOM  # the longest sentence here has some 100 words
+        assert prompt.tokens.tolist() == [1, *tokens(prompt.text)]
+        full = len(prompt.tokens) + ROOM
+        assert len(task.prompt(full, needle.DRAWN, 4).tokens) + ROOM == full
+        assert len(task.prompt(full - 1, needle.DRAWN, 4).tokens) + ROOM < full
 
 
 def test_a_question_by_itself_and_the_room_to_answer_it():
