@@ -114,13 +114,13 @@ def one_prompt(
 ) -> int:
     """Continue a text, --samples times, or read it and save what was read."""
     ids = generator.encode(text, first=prefix is None)
+    whole = [*context, *ids]
     if chosen.save:
-        read = generator.read([ids], prefix)
-        snapshot.save(chosen.save, read, generator.identity, [[*context, *ids]])
-        print(f"{len(context) + len(ids)} tokens are in {chosen.save}", file=sys.stderr)
+        snapshot.save(chosen.save, generator.read([ids], prefix), generator.identity, [whole])
+        print(f"{len(whole)} tokens are in {chosen.save}", file=sys.stderr)
         return 0
     if chosen.samples == 1:
-        answer = generator.answers(generator.read([ids], prefix), [0], show=show_in_terminal)[0]
+        answer = generator.answers(generator.read([ids], prefix), [whole], [0], show=show_in_terminal)[0]
         print(flush=True)
         first, rate = generator.timing
         print(f"({len(answer.tokens)} tokens, {answer.finish}, {first:.2f} s to the first, {rate:.1f} tokens/s)",
@@ -130,7 +130,7 @@ def one_prompt(
     read = generator.read([ids], prefix)
     for start in range(0, chosen.samples, size):
         streams, rows = [*range(start, start + size)], min(size, chosen.samples - start)
-        answers = generator.answers(repeated(read, size), streams, rows=rows, keep=size == 1)
+        answers = generator.answers(repeated(read, size), [whole] * rows, streams, keep=size == 1)
         for number, answer in enumerate(answers, start):
             print(json.dumps({"sample": number, "text": answer.text, "finish": answer.finish}, ensure_ascii=False))
     return 0

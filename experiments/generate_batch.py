@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from efla_jax.generate import Prefix
+from efla_jax.generate.text import LEFT_CONTEXT
 from experiments.generation import Answer, Generator, repeated
 
 OWN = ("index", "sample", "prompt", "text", "finish", "tokens", "settings", "error")
@@ -110,16 +111,19 @@ def batches(jobs: Sequence[Job], size: int) -> Iterator[list[Job]]:
         yield ordered[start : start + size]
 
 
-def answers_of(generator: Generator, batch: Sequence[Job], size: int, prefix: Prefix | None) -> list[Answer | str]:
+def answers_of(
+    generator: Generator, batch: Sequence[Job], size: int, prefix: Prefix | None, context: Sequence[int]
+) -> list[Answer | str]:
     """The answer of each job, or what went wrong with it. Batches are filled up to `size` rows: one program for all."""
     filled = [*batch, *batch[-1:] * (size - len(batch))]
     try:
         read = generator.read([job.ids for job in filled], repeated(prefix, size))
-        return list(generator.answers(read, [job.sample for job in filled], rows=len(batch)))
+        before = [[*context[-LEFT_CONTEXT:], *job.ids] for job in batch]
+        return list(generator.answers(read, before, [job.sample for job in filled]))
     except FloatingPointError as error:
         if len(batch) == 1:
             return [str(error)]
-        return [answers_of(generator, [job], size, prefix)[0] for job in batch]  # the others are not to blame
+        return [answers_of(generator, [job], size, prefix, context)[0] for job in batch]  # the others are not to blame
 
 
 def run_batch(
@@ -138,7 +142,7 @@ def run_batch(
     size, failed = min(batch_size, len(jobs)), 0
     with open(out, "a", encoding="utf-8") as file, tqdm(total=known + len(jobs), initial=known, unit="text") as bar:
         for batch in batches(jobs, size or 1):
-            for job, answer in zip(batch, answers_of(generator, batch, size, prefix), strict=True):
+            for job, answer in zip(batch, answers_of(generator, batch, size, prefix, context), strict=True):
                 row = {"index": job.index, "sample": job.sample, **prompts[job.index]}
                 if isinstance(answer, str):
                     failed += 1

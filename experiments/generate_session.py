@@ -59,10 +59,11 @@ class Session:
         start, generator = self.now, self.generator
         ids = generator.encode(line, first=not start.tokens) if line or not start.tokens else []
         read = generator.read([[*start.pending, *ids]], start.prefix)
-        answer = generator.answers(read, [self.stream], keep=True, show=self.show, interruptible=True)[0]
+        before = [[*start.tokens, *ids]]
+        answer = generator.answers(read, before, [self.stream], keep=True, show=self.show, interruptible=True)[0]
         self.write("\n")
         said = tuple(generator.tokens_of(answer))
-        self.now = Turn(read, said, (*start.tokens, *ids, *said), start.text + line + answer.text)
+        self.now = Turn(read, said, (*before[0], *said), start.text + line + answer.text)
         self.before = start, line
         self.stream += 1
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from efla_jax.data.tokenizer import Tokenizer
 from efla_jax.generate import Choice, Decoding, Prefix, prefill, take
 from efla_jax.generate.snapshot import fingerprint
 from efla_jax.generate.text import TextStream
@@ -75,11 +76,11 @@ class Generator:
     def encode(self, text: str, first: bool = True) -> list[int]:
         """Ids of a text; the first of a document gets BOS where the tokenizer has one, and EOS where it has no BOS and
         there is no text to begin with."""
-        ids = [int(i) for i in self.run.tokenizer.encode(text)]
-        begin = beginning(self.run.tokenizer)
-        if first and begin is not None and (begin.always or not ids):
-            return [begin.token, *ids]
-        return ids
+        tokenizer = self.run.tokenizer
+        if not first:
+            return encode_behind(tokenizer, text)
+        ids, begin = [int(i) for i in tokenizer.encode(text)], beginning(tokenizer)
+        return [begin.token, *ids] if begin is not None and (begin.always or not ids) else ids
 
     def read(self, prompts: Sequence[Sequence[int]], prefix: Prefix | None = None) -> Prefix:
         """The prefix of each prompt, behind those rows of `prefix`; with a bar where it takes several pieces."""
@@ -92,14 +93,14 @@ class Generator:
             )  # fmt: skip
 
     def answers(
-        self, prefix: Prefix, streams: Sequence[int], *, rows: int = 0, keep: bool = False,
+        self, prefix: Prefix, before: Sequence[Sequence[int]], streams: Sequence[int], *, keep: bool = False,
         show: Callable[[int, str], Any] = lambda row, text: None, interruptible: bool = False,
     ) -> list[Answer]:  # fmt: skip
-        """What the first `rows` rows of a prefix go on to say (0: all). streams: of the random numbers, one per row.
-        show: called with the row and each part of its text. keep: leave the prefix usable. interruptible: Ctrl-C ends
-        the texts, not the program."""
-        count = rows or len(prefix.length)
-        texts = [TextStream(self.run.tokenizer.decode, self.stops) for _ in range(count)]
+        """What rows of a prefix go on to say. before: the last ids of their prompts, of as many rows as are asked for,
+        the first ones. streams: of the random numbers, one per row. show: called with the row and each part of its
+        text. keep: leave the prefix usable. interruptible: Ctrl-C ends the texts, not the program."""
+        count = len(before)
+        texts = [TextStream(self.run.tokenizer.decode, self.stops, ids) for ids in before]
         decoding = Decoding(
             self.run.model, self.run.params, prefix, self.choice, max_new_tokens=self.max_tokens, streams=streams,
             block=self.block, keep=keep,
@@ -136,6 +137,12 @@ class Generator:
         return self.encode(answer.text, first=False) if answer.finish == "stop_string" else answer.tokens
 
 
+def encode_behind(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of a text that stands behind another one: without the space that some tokenizers put in front of a text."""
+    anchor, ids = list(tokenizer.encode("\n")), list(tokenizer.encode("\n" + text))
+    return ids[len(anchor) :] if ids[: len(anchor)] == anchor else [int(i) for i in tokenizer.encode(text)]
+
+
 def repeated(prefix: Prefix | None, rows: int) -> Prefix | None:
     """The one row of a prefix as many times as there are prompts."""
     if prefix is None or (rows == 1 and len(prefix.length) == 1):
@@ -146,6 +153,8 @@ def repeated(prefix: Prefix | None, rows: int) -> Prefix | None:
 
 
 def show_in_terminal(row: int, text: str) -> None:
-    """Write a part of a text at once."""
+    """Write a part of a text at once; what would command a terminal is shown as a question mark."""
+    if sys.stdout.isatty():
+        text = "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
     sys.stdout.write(text)
     sys.stdout.flush()

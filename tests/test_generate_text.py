@@ -8,6 +8,7 @@ import pytest
 
 from efla_jax.data.tokenizer import TokenizerSpec, load_tokenizer
 from efla_jax.generate.text import TextStream, overlap
+from experiments.generation import encode_behind
 
 TEXT = "naïve “quotes” — 北京, Ελλάδα, 👩‍🚀 done.\n\n  two  spaces\tand a tab; ﷽ 𝒳 end"
 VOCABULARIES = ("gpt2_r50k_base.tiktoken", "gpt_neox_20b_pii_special.json", "mistral_v1.model",
@@ -74,6 +75,14 @@ def test_pieces_of_text_by_published_tokenizers(name):
             assert whole == tokenizer.decode(ids)
             if ids is texts[0]:
                 assert all(TEXT.startswith(text.removeprefix(" ")) for text in shown)
+    for cut in range(1, len(texts[0])):  # behind a prompt of whole characters: no space is lost or added
+        before = tokenizer.decode(texts[0][:cut])
+        if not before.endswith("\ufffd"):
+            _, whole = streamed(TextStream(tokenizer.decode, (), texts[0][:cut]), texts[0][cut:])
+            assert before + whole == tokenizer.decode(texts[0])
+    for first, second in (("Hel", "lo"), ("Hello", " world"), ("a\n", "\n b"), ("京", "北"), ("x", "\n\ny")):
+        ids = [*tokenizer.encode(first), *encode_behind(tokenizer, second)]
+        assert tokenizer.decode(ids).removeprefix(" ") == first + second
 
 
 @pytest.mark.parametrize(
