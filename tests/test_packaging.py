@@ -119,7 +119,7 @@ def test_wheel_states_licence_python_and_extras(built, version):
     for line in ("License-Expression: Apache-2.0", "Requires-Python: >=3.12", f"Version: {version}"):
         assert line in metadata.splitlines()
     assert {line.split(": ")[1] for line in metadata.splitlines() if line.startswith("Provides-Extra")} == {
-        "cuda", "data", "dev", "hf", "test", "wandb"}
+        "cuda", "data", "dev", "eval", "hf", "test", "wandb"}
     assert b"Apache License" in archive.read(f"{info}/licenses/LICENSE")
 
 
