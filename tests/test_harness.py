@@ -1,4 +1,4 @@
-"""The adapter to lm-evaluation-harness: against stand-ins with its call signatures, and against itself if it is here."""
+"""The adapter to lm-evaluation-harness: on stand-ins with its call signatures, and on the library if it is there."""
 
 import json
 import sys
