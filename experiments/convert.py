@@ -52,6 +52,9 @@ ORIGIN = "interchange.json"  # in a run's folder: family, dtypes and config.json
 CARRIED = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
            "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json")  # fmt: skip
 TOKENIZERS = {"tokenizer.json": "tokenizers", "tokenizer.model": "sentencepiece", "tokenizer.tiktoken": "tiktoken"}
+# Fields of config.json that ours do not have, or write in another way: where they are known they stay as they were.
+NEUTRAL = ("residual_in_fp32", "time_step_limit", "dt_limit", "time_step_min", "time_step_max", "time_step_floor",
+           "time_step_rank", "chunk_size", "hidden_act", "fuse_cross_entropy")  # fmt: skip
 PRODUCTS = ("float32", "bfloat16", "float16")
 NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 OLD_NAMES = {"backbone.embedding.weight": "backbone.embeddings.weight"}  # of the first Mamba checkpoints
@@ -234,6 +237,8 @@ def import_run(chosen: argparse.Namespace) -> None:
         (folder / "config.json").write_text(json.dumps(record, indent=2) + "\n")
     count = steps.size_of({leaf: shapes[leaf] for leaf in layout.by_leaf()})
     kinds = ", ".join(f"{number} {code}" for code, number in Counter(dtypes.values()).items())
+    if "F64" in dtypes.values():
+        print("tensors of 64 bits were rounded to float32, as all parameters here are")
     print(f"imported {family.name}: {count:,} parameters, {len(layout.tensors)} tensors ({kinds})\nrun: {chosen.run}")
 
 
@@ -260,13 +265,14 @@ def exported_config(
     family: Family, model: LanguageModel, origin: Mapping[str, Any], vocabulary: Mapping[str, Any]
 ) -> dict[str, Any]:
     """config.json of a run for the other library: over what was imported, if it was."""
-    name = model.mixers[0]
+    name, known = model.mixers[0], origin.get("config", {})
     tokens = {f"{name}_token_id": vocabulary.get(f"{name}_id", -1) for name in ("bos", "eos")}
     tokens = {name: None if token < 0 else token for name, token in tokens.items()} | {"pad_token_id": None}
     return {
         **tokens,
-        **origin.get("config", {}),
+        **known,
         **family.config(*whole_fields(model, name)),
+        **{field: known[field] for field in NEUTRAL if field in known},
         "vocab_size": model.vocab_size,
         "model_type": family.name,
         "architectures": [family.architecture],

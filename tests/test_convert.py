@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from efla_jax.checkpoint import interchange, interchange_tables
+from efla_jax.checkpoint import Checkpointer, interchange, interchange_tables
 from efla_jax.checkpoint import interchange_steps as steps
 from efla_jax.checkpoint.interchange_families import FAMILIES, check_config, qwen_mixer
 from efla_jax.checkpoint.interchange_files import INDEX, SINGLE, Reader, create, header_of
@@ -33,7 +33,7 @@ CONFIGS = {
     "transformer": {"num_heads": 4, "num_kv_heads": 2, "intermediate_size": 20, "norm_eps": 1e-5, "qk_norm": True},
     "delta_net": {"num_heads": 2, "expand_k": 0.5, "expand_v": 1.5, "intermediate_size": 20, "use_gate": True},
     "gated_deltanet": {"num_heads": 2, "num_v_heads": 4, "head_dim": 3, "expand_v": 5 / 3, "intermediate_size": 20},
-    "mamba2": MAMBA | {"n_groups": 1, "time_step_limit": [0.0, math.inf]},
+    "mamba2": MAMBA | {"n_groups": 1, "residual_in_fp32": True, "time_step_limit": [0.0, math.inf]},
     "log_linear_mamba2": MAMBA | {"residual_in_fp32": False},
 }
 CONFIGS = {name: COMMON | fields | {"model_type": name} for name, fields in CONFIGS.items()}
@@ -584,6 +584,53 @@ def test_runs_that_were_trained_here_are_exported(tmp_path):
     refused("norm='layer'", ("attention",), {"attention": {"num_heads": 2}}, norm="layer")
     both = {"attention": {"num_heads": 2}, "mamba2": {"num_heads": 2}}
     refused("is not one of", ("mamba2", "attention"), both)
+
+
+def test_what_stands_in_older_files(tmp_path):
+    """A table under its first name, frequencies of rotary positions, and numbers of 64 bits; one file by itself."""
+    arrays = written(tmp_path / "mamba2", "mamba2")
+    old = {name.replace("embeddings", "embedding"): x for name, x in arrays.items()}
+    written(tmp_path / "old", "mamba2", old)
+    exchange("import", tmp_path / "run", source=tmp_path / "old" / SINGLE)
+    exchange("export", tmp_path / "run", to=tmp_path / "back")
+    assert_equal(stored(tmp_path / "back"), arrays)
+    arrays = drawn(tensors_of("llama"))
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}
+    written(tmp_path / "llama", "llama", arrays | buffer, {"model.norm.weight": "F64"})
+    exchange("import", tmp_path / "rotary", source=tmp_path / "llama")
+    exchange("export", tmp_path / "rotary", to=tmp_path / "plain", dtype="float32")
+    assert_equal(stored(tmp_path / "plain"), arrays)
+
+
+def test_numbers_that_a_dtype_cannot_hold_are_said(tmp_path):
+    arrays = drawn(tensors_of("llama"))
+    arrays["model.norm.weight"][3] = 7e4
+    written(tmp_path / "source", "llama", arrays)
+    exchange("import", tmp_path / "run", source=tmp_path / "source")
+    with pytest.raises(SystemExit, match="model.norm.weight: 70000 is beyond float16"):
+        exchange("export", tmp_path / "run", to=tmp_path / "back", dtype="float16")
+    assert not (tmp_path / "back").exists()
+    exchange("export", tmp_path / "run", to=tmp_path / "back", dtype="bfloat16")
+
+
+def test_the_average_is_exported_where_a_run_kept_one(tmp_path):
+    options = {"attention": {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4}}
+    fields = {"width": H, "depth": 2, "mixers": ("attention",), "mixer_options": options, "mlp_width": 20}
+    leaves = drawn(convert.shapes_of(LanguageModel(vocab_size=V, **fields)))
+    average = {path: x + 1 for path, x in leaves.items()}
+    with Checkpointer(tmp_path / "run" / "checkpoints") as checkpointer:
+        state = {"params": steps.nested(leaves), "opt_state": {"ema": steps.nested(average)}}
+        checkpointer.save(7, state, None, {})
+    record = {"data": {"kind": "text"}, "optim": {"ema_decay": 0.9}, "model": fields}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(record))
+    tokenizer = tmp_path / "my.json"
+    tokenizer.write_text("{}")
+    exchange("export", tmp_path / "run", to=tmp_path / "out", tokenizer=tokenizer)
+    layout = interchange.lay_out(FAMILIES["llama"].table, {path: x.shape for path, x in leaves.items()})
+    assert_equal(interchange.to_leaves(layout, stored(tmp_path / "out")), average)
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_type"] == "llama" and config["eos_token_id"] is None and config["vocab_size"] == V
 
 
 def test_a_leaf_without_a_place_is_named():

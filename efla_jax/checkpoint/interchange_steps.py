@@ -93,8 +93,8 @@ def save(folder: Path, leaves: Mapping[str, np.ndarray], metadata: Any) -> None:
 
 
 def scatter(layout: Layout, stored: StoredParams, tensors: Mapping[str, np.ndarray]) -> None:
-    """Every leaf of a step into the tensors it belongs to, in their dtypes, each read back at once. Raises RuntimeError
-    where the file does not hold what was written."""
+    """Every leaf of a step into the tensors it belongs to, in their dtypes, each read back at once. Raises ValueError
+    for a number that a dtype cannot hold, RuntimeError where the file does not hold what was written."""
     for leaf, places in tqdm(layout.by_leaf().items(), unit="leaf"):
         _scatter_leaf(stored.read(leaf), places, tensors)  # held by nobody when the next is read
 
@@ -103,8 +103,13 @@ def _scatter_leaf(array: np.ndarray, places: list[Place], tensors: Mapping[str, 
     for place in places:
         tensor = tensors[place.tensor]
         layer = array[place.group] if place.group >= 0 else array
-        interchange.write(place, layer, tensor)
-        if not same(interchange.read(place, tensor), layer.astype(tensor.dtype)):
+        with np.errstate(over="ignore"):
+            wanted = layer.astype(tensor.dtype)
+        if not np.array_equal(np.isfinite(wanted), np.isfinite(layer)):
+            raise ValueError(f"{place.tensor}: {np.abs(layer).max():g} is beyond {tensor.dtype}; export with another"
+                             " --dtype.")  # fmt: skip
+        interchange.write(place, wanted, tensor)
+        if not same(interchange.read(place, tensor), wanted):
             raise RuntimeError(f"{place.tensor}: the file does not hold what was written for {place.leaf}; is the disk"
                                " full?")  # fmt: skip
 
