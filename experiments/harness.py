@@ -43,77 +43,79 @@ def generation(options: Mapping[str, Any]) -> tuple[tuple[str, ...], int]:
     return tuple([until] if isinstance(until, str) else until), most
 
 
+class Requests:
+    """What the harness calls of a model. Pairs are split, begun and cut by the scorer; only the tasks are its own."""
+
+    backend = "causal"
+
+    def __init__(self, scorer: Scorer):
+        super().__init__()
+        self.scorer = scorer
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.scorer.tokenizer.eos_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self.scorer.begin.token
+
+    @property
+    def max_length(self) -> int:
+        return self.scorer.max_length or 1 << 30
+
+    @property
+    def max_gen_toks(self) -> int:
+        return MAX_NEW_TOKENS
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.scorer.tokenizer.sha256
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
+        return list(self.scorer.tokenizer.encode(string))
+
+    def tok_decode(self, tokens, **_) -> str:
+        return self.scorer.tokenizer.decode([tokens] if isinstance(tokens, int) else list(tokens))
+
+    def loglikelihood(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        scores = self.scorer.loglikelihood([one.args for one in requests])
+        return self.kept("loglikelihood", requests, [(score.logprob, score.greedy) for score in scores])
+
+    def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
+        scores = self.scorer.rolling([one.args[0] for one in requests])
+        return self.kept("loglikelihood_rolling", requests, [score.logprob for score in scores])
+
+    def _loglikelihood_tokens(self, requests, **_) -> list[tuple[float, bool]]:
+        rows = [Row(np.array([*context, *after], np.int32), len(after)) for _, context, after in requests]
+        return [(score.logprob, score.greedy) for score in self.scorer.score(rows, "loglikelihood")]
+
+    def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
+        groups = defaultdict(list)
+        for number, one in enumerate(requests):
+            groups[generation(one.args[1])].append(number)
+        said: dict[int, str] = {}
+        for (until, most), members in groups.items():
+            texts = self.scorer.generate([requests[number].args[0] for number in members], until, most)
+            said.update(zip(members, texts, strict=True))
+        return self.kept("generate_until", requests, [said[number] for number in range(len(requests))])
+
+    def kept(self, name: str, requests, results: list) -> list:
+        """The results, after the harness's own cache has been told of them."""
+        for one, result in zip(requests, results, strict=True):
+            self.cache_hook.add_partial(name, one.args, result)
+        return results
+
+
 def adapter(scorer: Scorer):
     """A TemplateLM of lm-evaluation-harness that puts its requests to the scorer."""
     readers.optional("lm_eval", f"the command harness ({INSTALL})")
     from lm_eval.api.model import TemplateLM
 
-    class ScoredModel(TemplateLM):
-        """Pairs are split, begun and cut by the scorer; only the tasks are the harness's."""
+    class ScoredModel(Requests, TemplateLM):
+        pass
 
-        backend = "causal"
-
-        def __init__(self):
-            super().__init__()
-            self.scorer = scorer
-
-        @property
-        def eot_token_id(self) -> int:
-            return scorer.tokenizer.eos_id
-
-        @property
-        def prefix_token_id(self) -> int:
-            return scorer.begin.token
-
-        @property
-        def max_length(self) -> int:
-            return scorer.max_length or 1 << 30
-
-        @property
-        def max_gen_toks(self) -> int:
-            return MAX_NEW_TOKENS
-
-        @property
-        def tokenizer_name(self) -> str:
-            return scorer.tokenizer.sha256
-
-        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
-            return list(scorer.tokenizer.encode(string))
-
-        def tok_decode(self, tokens, **_) -> str:
-            return scorer.tokenizer.decode([tokens] if isinstance(tokens, int) else list(tokens))
-
-        def loglikelihood(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-            return self._kept("loglikelihood", requests, scorer.loglikelihood([one.args for one in requests]))
-
-        def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
-            scores = scorer.rolling([one.args[0] for one in requests])
-            return [nats for nats, _ in self._kept("loglikelihood_rolling", requests, scores)]
-
-        def _loglikelihood_tokens(self, requests, **_) -> list[tuple[float, bool]]:
-            rows = [Row(np.array([*context, *after], np.int32), len(after)) for _, context, after in requests]
-            return [(score.logprob, score.greedy) for score in scorer.score(rows, "loglikelihood")]
-
-        def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-            groups = defaultdict(list)
-            for number, one in enumerate(requests):
-                groups[generation(one.args[1])].append(number)
-            said: dict[int, str] = {}
-            for (until, most), members in groups.items():
-                texts = scorer.generate([requests[number].args[0] for number in members], until, most)
-                said.update(zip(members, texts, strict=True))
-            for number, one in enumerate(requests):
-                self.cache_hook.add_partial("generate_until", one.args, said[number])
-            return [said[number] for number in range(len(requests))]
-
-        def _kept(self, name: str, requests, scores) -> list[tuple[float, bool]]:
-            found = [(score.logprob, score.greedy) for score in scores]
-            for one, result in zip(requests, found, strict=True):
-                kept = result[0] if name == "loglikelihood_rolling" else result
-                self.cache_hook.add_partial(name, one.args, kept)
-            return found
-
-    return ScoredModel()
+    return ScoredModel(scorer)
 
 
 def local_tasks(names: list[str], data: str, folder: str, manager) -> list[str]:

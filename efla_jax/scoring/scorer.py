@@ -86,7 +86,7 @@ class Scorer:
     precision: str = ""
     progress: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.max_length < 0:
             raise ValueError(f"max_length: {self.max_length} is negative; 0 is no limit.")
         if self.tokenizer.vocab_size > self.model.vocab_size:
