@@ -17,8 +17,10 @@ import argparse
 import functools
 import math
 import os
+import pathlib
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -303,6 +305,20 @@ def milliseconds(run: Callable, *arguments, launches: int = 10, repeats: int = 2
     return 1e3 * statistics.median(found)
 
 
+def device_milliseconds(run: Callable, *arguments, calls: int = 5) -> float:
+    """Time of a call's kernels on the GPU, from a profiler's trace; NaN where it shows none."""
+    jax.block_until_ready(run(*arguments))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(calls):
+                jax.block_until_ready(run(*arguments))
+        [file] = pathlib.Path(folder).rglob("*.xplane.pb")
+        planes = [plane for plane in jax.profiler.ProfileData.from_file(str(file)).planes if "GPU" in plane.name]
+        lines = [line for plane in planes for line in plane.lines if "Stream" in line.name]
+        total = sum(event.duration_ns for line in lines for event in line.events)
+    return total / 1e6 / calls if lines else math.nan
+
+
 def timed_inputs(sizes: Sizes) -> tuple[tuple, jax.Array]:
     """Arguments made on the device, bfloat16 and float32, and fixed weights of a loss."""
     s, keys = sizes, iter(jax.random.split(jax.random.key(0), 7))
@@ -327,7 +343,8 @@ def passes(op: str, implementation: str) -> dict[str, Callable]:
 
 
 def print_times(implementations: Sequence[str] = ("pallas", "chunked")) -> None:
-    """The table of device times over TIMED."""
+    """The table of times over TIMED: of the kernels on the GPU, and of a call among several in a queue."""
+    print("\nms on the device (ms of a call in a queue)")
     print("\n| op | B, T, G, H, K, V | pass | " + " | ".join(f"{name} ms" for name in implementations) + " |")
     print("| --- " * (3 + len(implementations)) + "|")
     for op, sizes in TIMED:
@@ -336,7 +353,9 @@ def print_times(implementations: Sequence[str] = ("pallas", "chunked")) -> None:
             cells = []
             for implementation in implementations:
                 try:
-                    cells.append(f"{milliseconds(passes(op, implementation)[name], arguments, weights):.3f}")
+                    run = passes(op, implementation)[name]
+                    queued = milliseconds(run, arguments, weights)
+                    cells.append(f"{device_milliseconds(run, arguments, weights):.3f} ({queued:.3f})")
                 except Exception as error:  # noqa: BLE001  too little memory for one must not hide the others
                     cells.append(f"{type(error).__name__}")
             print(f"| {op} | {', '.join(map(str, sizes))} | {name} | {' | '.join(cells)} |", flush=True)
