@@ -4,8 +4,9 @@ r"""The zero-shot suite of the papers, and perplexities, of a trained language m
     python -m experiments.evaluate suite --run=runs/lm --data=evals --tasks=piqa,arc_easy --limit=200
 
 Tasks, prompts and scores are those of experiments/tasks.py. Writes suite.json (scores with standard errors and counts,
-config, commit), suite.md (one row of the scores that papers give, and their mean) and suite.png. What is scored is kept
-in suite.journal.jsonl as it comes: the same command goes on after an interruption, and another task costs only itself.
+config, commit), suite.md (one row of the scores that papers give, and their mean) and suite.png; with --samples also
+suite_outputs.jsonl, every question with the log-likelihoods of its answers. What is scored is kept in
+suite.journal.jsonl as it comes: the same command goes on after an interruption, and another task costs only itself.
 
     python -m experiments.evaluate perplexity --run=runs/lm --data=wikitext103_test.txt.gz
 
@@ -96,15 +97,19 @@ def plot(rows: list[Mapping[str, Any]], path: pathlib.Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def scored(name: str, chosen: argparse.Namespace, scorer, questions: list[tasks.Question], split: str) -> dict:
-    """The row of a task: its scores, what was cut for it, and how long it took."""
+def scored(name: str, scorer, questions: list[tasks.Question], split: str) -> tuple[dict, list[dict]]:
+    """(row of a task: its scores, what was cut for it, how long it took; a record of each question)."""
     before, started = dict(scorer.counts), time.perf_counter()
     print(f"{name}: {len(questions)} questions, {split}")
-    row = tasks.evaluate(tasks.TASKS[name], questions, scorer)
+    row, each = tasks.evaluate(tasks.TASKS[name], questions, scorer)
     kind = tasks.TASKS[name].kind
     chance = sum(1 / len(question.pairs) for question in questions) / len(questions) if kind == "choice" else 0.0
     cut = {key: scorer.counts[key] - before.get(key, 0) for key in COUNTED}
-    return {"task": name, "split": split, **row, "chance": chance, **cut, "seconds": time.perf_counter() - started}
+    records = [{"task": name, "pairs": question.pairs, "right": question.right,
+                "logprobs": [score.logprob for score in some], "greedy": [score.greedy for score in some]}
+               for question, some in zip(questions, each, strict=True)]  # fmt: skip
+    row = {"task": name, "split": split, **row, "chance": chance, **cut, "seconds": time.perf_counter() - started}
+    return row, records
 
 
 def suite(chosen: argparse.Namespace) -> None:
@@ -116,13 +121,18 @@ def suite(chosen: argparse.Namespace) -> None:
         readers.optional("datasets", "reading tasks from the hub (--data=FOLDER reads local files)")
     run, scorer, out = result_files.opened(chosen, "suite")
     rows: list[dict] = []
+    records: list[dict] = []
     with jax.default_matmul_precision(run.precision):
         for name in chosen.tasks:
             questions, split = tasks.read(tasks.TASKS[name], chosen.data, chosen.limit)
-            rows.append(scored(name, chosen, scorer, questions, split))
+            row, more = scored(name, scorer, questions, split)
+            rows.append(row)
+            records += more
             table = result_files.markdown([{"run": run.folder.name, "step": run.step, **headlines(rows)}])
             result_files.write(out, "suite", about(chosen, run, scorer), rows, table)
             plot(rows, out / "suite.png")
+            if chosen.samples:
+                result_files.write_outputs(out, "suite", records)
     print(f"{table}\n\nwritten: {out / 'suite'}.json, .md, .png")
 
 
@@ -137,7 +147,7 @@ def perplexity(chosen: argparse.Namespace) -> None:
     if not questions:
         raise ValueError(f"--data={chosen.data}: there is no text in it.")
     with jax.default_matmul_precision(run.precision):
-        row = tasks.evaluate(tasks.TASKS["wikitext"], questions, scorer)
+        row, _ = tasks.evaluate(tasks.TASKS["wikitext"], questions, scorer)
     table = result_files.markdown([{"run": run.folder.name, "step": run.step, **row}])
     result_files.write(out, "perplexity", about(chosen, run, scorer), [{"data": chosen.data, **row}], table)
     print(f"{table}\n\nwritten: {out / 'perplexity'}.json, .md")
@@ -150,6 +160,7 @@ def add_commands(commands) -> None:
     one.set_defaults(command=suite)
     one.add_argument("--data", default="", help="folder of JSON lines, TASK_SPLIT.jsonl; the hub without")
     one.add_argument("--tasks", type=names_of, default=list(tasks.USUAL), help=", ".join(tasks.TASKS))
+    one.add_argument("--samples", action="store_true", help="also write every question and its log-likelihoods")
     one = commands.add_parser("perplexity", parents=parents, allow_abbrev=False, help="perplexity of texts")
     one.set_defaults(command=perplexity)
     one.add_argument("--data", required=True, help="file or folder of text: .txt, .jsonl, packed")

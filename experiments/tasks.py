@@ -245,13 +245,12 @@ def perplexities(questions: Sequence[Question], scores: Sequence[Score]) -> dict
     return with_errors(found)
 
 
-def evaluate(task: Task, questions: Sequence[Question], scorer: Scorer) -> dict[str, float]:
-    """The scores of a task, each with its standard error, and "count"."""
+def evaluate(task: Task, questions: Sequence[Question], scorer: Scorer) -> tuple[dict[str, float], list[list[Score]]]:
+    """(the scores of a task, each with its standard error, and "count"; the score of each pair of each question)."""
     if task.kind == "text":
-        found = perplexities(questions, scorer.rolling([question.pairs[0][1] for question in questions]))
-        return {**found, "count": len(questions)}
-    pairs = [pair for question in questions for pair in question.pairs]
-    scores = iter(scorer.loglikelihood(pairs))
+        whole = scorer.rolling([question.pairs[0][1] for question in questions])
+        return {**perplexities(questions, whole), "count": len(questions)}, [[score] for score in whole]
+    scores = iter(scorer.loglikelihood([pair for question in questions for pair in question.pairs]))
     each = [[next(scores) for _ in question.pairs] for question in questions]
     if task.kind == "word":
         found = {"perplexity": exponential(*mean([-score.logprob for (score,) in each])),
@@ -259,4 +258,4 @@ def evaluate(task: Task, questions: Sequence[Question], scorer: Scorer) -> dict[
     else:
         right = [choice_scores(question, some) for question, some in zip(questions, each, strict=True)]
         found = {name: mean([one[name] for one in right]) for name in right[0]}
-    return {**with_errors(found), "count": len(questions)}
+    return {**with_errors(found), "count": len(questions)}, each

@@ -3,13 +3,14 @@
 import json
 import math
 import os
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from efla_jax.data.tokenizer import TokenizerSpec, load_tokenizer
-from efla_jax.scoring import Score
+from efla_jax.scoring import Score, split_pair
 from experiments import evaluate as program
 from experiments import language_runs, result_files, tasks
 
@@ -155,8 +156,11 @@ def test_suite_writes_scores_errors_and_one_row(folder, tmp_path, monkeypatch, c
     assert "| 50.0000 | 0.0000 | 100.0000 | 7.3891 | 100.0000 | " in capsys.readouterr().out
     assert (tmp_path / "out" / "suite.png").stat().st_size > 0
     reader.asked.clear()
-    program.main(["suite", "--run=x", "--tasks=piqa", f"--data={folder}", "--limit=1"])
+    program.main(["suite", "--run=x", "--tasks=piqa", f"--data={folder}", "--limit=1", "--samples"])
     assert len(reader.asked) == 2
+    (sample,) = map(json.loads, (tmp_path / "out" / "suite_outputs.jsonl").read_text().splitlines())
+    assert sample["logprobs"] == [-54.0, -1.0] and sample["greedy"] == [False, True] and sample["right"] == 1
+    assert sample["pairs"][1] == ["Question: Open it\nAnswer:", " Push."]
     row = json.loads((tmp_path / "out" / "suite.json").read_text())["rows"][0]
     assert row["count"] == 1 and row["acc_stderr"] is None
 
@@ -188,8 +192,39 @@ def test_what_is_refused(folder, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="piqa_validation holds no question"):
         program.main(["suite", "--run=x", "--tasks=piqa", f"--data={folder}"])
     with pytest.raises(SystemExit, match="the hub"):
-        monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+        monkeypatch.setitem(sys.modules, "datasets", None)
         program.main(["suite", "--run=x", "--tasks=piqa"])
+
+
+def test_the_hub_is_read_as_named(monkeypatch):
+    asked = []
+
+    def load_dataset(*named, split):
+        asked.append((*named, split))
+        return [ROWS["arc_easy"]] * 3
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    questions, split = tasks.read(tasks.TASKS["arc_challenge"], limit=2)
+    assert len(questions) == 2 and split == "test" and asked == [("allenai/ai2_arc", "ARC-Challenge", "test")]
+    with pytest.raises(ValueError, match="baber/piqa, row 0: no question of this task .KeyError: 'goal'"):
+        tasks.read(tasks.TASKS["piqa"])
+    assert asked[1] == ("baber/piqa", None, "validation")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["gpt2_r50k_base.tiktoken", "mistral_v1.model", "mistral_v1_tokenizer.json",
+                                  "gpt_neox_20b_pii_special.json"])  # fmt: skip
+def test_published_tokenizers_split_prompts_as_in_the_harness(name):
+    model = pytest.importorskip("lm_eval.api.model")
+    if "EFLA_DATA" not in os.environ:
+        pytest.skip("EFLA_DATA names no folder of data")
+    encode = load_tokenizer(TokenizerSpec(os.path.join(os.environ["EFLA_DATA"], "tokenizers", name))).encode
+    harness = SimpleNamespace(backend="causal", tok_encode=lambda text: list(encode(text)))
+    for task in tasks.TASKS.values():
+        for question in tasks.read(task, os.path.join(os.environ["EFLA_DATA"], "evals"), 50)[0]:
+            for pair in question.pairs if question.pairs[0][0] else ():
+                assert split_pair(encode, *pair) == model.TemplateLM._encode_pair(harness, *pair)
 
 
 STOCK = {"piqa": "piqa/piqa", "hellaswag": "hellaswag/hellaswag", "winogrande": "winogrande/default",

@@ -1,6 +1,7 @@
 """Text put to a language model: log-likelihoods of continuations and of whole texts, greedy continuations."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections import Counter
@@ -94,6 +95,7 @@ class Scorer:
                              " give the model's own.")  # fmt: skip
         self.begin = beginning(self.tokenizer, self.policy)
         self.counts: Counter[str] = Counter()
+        self._encode = functools.lru_cache(maxsize=8)(self.tokenizer.encode)  # answers share their context
         self._identity = fingerprint(self.model, self.params, self.precision)
 
     def begun(self, ids: Sequence[int]) -> list[int]:
@@ -103,9 +105,9 @@ class Scorer:
 
     def pair_row(self, context: str, continuation: str) -> Row:
         """The row of a pair."""
-        before, after = split_pair(self.tokenizer.encode, context, continuation)
+        before, after = split_pair(self._encode, context, continuation)
         stripped = context.rstrip()
-        self.counts["joined"] += bool(stripped) and len(before) < len(self.tokenizer.encode(stripped))
+        self.counts["joined"] += bool(stripped) and len(before) < len(self._encode(stripped))
         if not before and len(after) > 1 and after[0] == self.begin.token:  # the text brings it along
             before, after = after[:1], after[1:]
         ids = [*self.begun(before), *after]
