@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec  # noqa: E402
 from efla_jax import ops  # noqa: E402
 from efla_jax.kernels import delta_rule as kernel  # noqa: E402
 from efla_jax.kernels import delta_rule_mosaic as mosaic  # noqa: E402
-from efla_jax.ops import pallas  # noqa: E402
+from efla_jax.ops import hopper, pallas  # noqa: E402
 from efla_jax.ops.arguments import recurrence  # noqa: E402
 from efla_jax.ops.chunked import chunked  # noqa: E402
 from tests.cases import packed_ids, recurrence_case  # noqa: E402
@@ -194,7 +194,7 @@ def test_mixed_dtypes_and_other_devices_are_refused(monkeypatch):
         "NVIDIA H100 80GB HBM3": 1,
         "NVIDIA A100": 0,
     }.items():
-        assert bool(pallas.HOPPER.search(kind)) == bool(served), kind
+        assert bool(hopper.HOPPER.search(kind)) == bool(served), kind
 
 
 def sized(key_dim, value_dim, dtype, rows=1, time=2048, key_heads=8, heads=16):

@@ -6,39 +6,16 @@ decay). Autodiff of this layout is exact: only the kernels need a gradient of th
 """
 
 import functools
-import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from efla_jax.ops.arguments import Recurrence
 from efla_jax.ops.chunked import FORGET
+from efla_jax.ops.hopper import require_hopper
+from efla_jax.ops.pallas_step import one_token
 
 CHUNK = 64  # tokens of a chunk in every kernel
-HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")  # in the name of a device
-
-
-def device() -> Any:
-    """The device that is compiled for: that of an abstract mesh, the default one, or the first."""
-    return jax.sharding.get_abstract_mesh().abstract_device or default_device() or jax.devices()[0]
-
-
-def default_device() -> Any:
-    """What `jax.default_device` names, a device or a platform, as a device; None if nothing."""
-    named = jax.config.jax_default_device
-    return jax.devices(named)[0] if isinstance(named, str) else named
-
-
-def require_hopper(op: str) -> str:
-    """The kind of the device, if its tensor cores have wgmma: NVIDIA Hopper alone. NotImplementedError otherwise."""
-    found = device()
-    if getattr(found, "compute_capability", None) != "9.0" and not HOPPER.search(found.device_kind):
-        raise NotImplementedError(
-            f"{op}: the GPU kernels need an NVIDIA Hopper GPU, not {found.device_kind!r}; use implementation='chunked' "
-            "or 'auto'."
-        )
-    return found.device_kind
 
 
 def whole_chunks(x: jax.Array) -> jax.Array:
@@ -155,8 +132,6 @@ def delta_rule(x: Recurrence, _chunk_size: int, config=None, interpret=None) -> 
     if x.u.size == 0:  # no token, no row or no channel to write
         return x.u, x.initial_state
     if x.k.shape[1] == 1:
-        from efla_jax.ops.pallas_step import one_token
-
         return one_token(x, interpret)
     from efla_jax.kernels import delta_rule as kernel
 

@@ -9,7 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from efla_jax.ops.pallas import require_hopper
+from efla_jax.ops.hopper import require_hopper
 
 
 def windowed(x, weight, bias, before, reach, config=None, interpret=None) -> jax.Array:

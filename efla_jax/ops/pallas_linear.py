@@ -11,7 +11,9 @@ import jax.numpy as jnp
 
 from efla_jax.ops.arguments import Recurrence
 from efla_jax.ops.chunked import FORGET
-from efla_jax.ops.pallas import chunk_documents, gates_by_head, require_hopper, require_one_dtype
+from efla_jax.ops.hopper import require_hopper
+from efla_jax.ops.pallas import chunk_documents, gates_by_head, require_one_dtype
+from efla_jax.ops.pallas_step import one_token
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
@@ -70,8 +72,6 @@ def linear_attention(x: Recurrence, _chunk_size: int, config=None, interpret=Non
     if x.u.size == 0:  # no token, no row or no channel to write
         return x.u, x.initial_state
     if x.k.shape[1] == 1:
-        from efla_jax.ops.pallas_step import one_token
-
         return one_token(x, interpret)
     from efla_jax.kernels import linear_attention as kernel
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import custom_batching
 
 from efla_jax.ops.arguments import Recurrence
-from efla_jax.ops.pallas import require_hopper
+from efla_jax.ops.hopper import require_hopper
 from efla_jax.ops.recurrent import recurrent
 
 
