@@ -14,7 +14,7 @@ import pytest
 
 from efla_jax.checkpoint import Checkpointer, interchange, interchange_tables
 from efla_jax.checkpoint import interchange_steps as steps
-from efla_jax.checkpoint.interchange_families import FAMILIES, check_config, qwen_mixer
+from efla_jax.checkpoint.interchange_families import FAMILIES, check_config
 from efla_jax.checkpoint.interchange_files import INDEX, SINGLE, Reader, create, header_of
 from efla_jax.layers import MIXERS
 from efla_jax.model import LanguageModel
@@ -222,7 +222,7 @@ QWEN = {"hidden_size": H, "linear_num_key_heads": 2, "linear_num_value_heads": 4
 
 def test_layer_of_qwen3_next_is_its_definition():
     """Pitfall 94: two key heads for four value heads, with sizes that no other order of rows could fit by chance."""
-    mixer = MIXERS["gated_delta_net"](**qwen_mixer(QWEN))
+    mixer = MIXERS["gated_delta_net"](**interchange_tables.qwen_mixer(QWEN))
     x = jax.random.normal(jax.random.key(3), (1, 11, H))
     shapes = steps.flat(jax.eval_shape(mixer.init, jax.random.key(0), x))
     shapes = {name: leaf.shape for name, leaf in shapes.items()}

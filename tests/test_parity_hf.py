@@ -1,9 +1,10 @@
 """The same function as other people's code: transformers' own PyTorch models on the CPU, in float32, converted.
 
-    pip install torch transformers safetensors && python -m pytest tests/test_parity_hf.py
+    pip install torch transformers safetensors flash-linear-attention && python -m pytest tests/test_parity_hf.py
 
 Random weights, none of them at a value that an error could hide behind. Logits, the gradient of a loss in every
-parameter and 32 greedy tokens are compared, and checkpoints go out to transformers again. Skipped without torch.
+parameter and 32 greedy tokens are compared, and checkpoints go out to transformers again. Skipped without torch; the
+models of flash-linear-attention are read without a GPU, and compute with one.
 """
 
 import jax
@@ -13,7 +14,7 @@ import pytest
 
 from efla_jax.checkpoint import interchange, interchange_tables
 from efla_jax.checkpoint import interchange_steps as steps
-from efla_jax.checkpoint.interchange_families import FAMILIES, qwen_mixer
+from efla_jax.checkpoint.interchange_families import FAMILIES
 from efla_jax.generate import generate
 from efla_jax.model import LanguageModel
 from efla_jax.train import settings
@@ -217,7 +218,8 @@ def qwen_pair(kind):
     module = pytest.importorskip(f"transformers.models.{kind}.modeling_{kind}")
     torch.manual_seed(0)
     theirs = shaken(LayerModel(getattr(module, layer), getattr(transformers, config)(**QWEN)))
-    options = {"gated_delta_net": {name: x for name, x in qwen_mixer(QWEN).items() if name != "width"}}
+    options = interchange_tables.qwen_mixer(QWEN)
+    options = {"gated_delta_net": {name: x for name, x in options.items() if name != "width"}}
     model = LanguageModel(vocab_size=VOCAB, width=WIDTH, depth=2, mixers=("gated_delta_net",), mlp="none",
                           mixer_options=options)  # fmt: skip
     rows = [interchange.Tensor("embed.weight", ("embed/embedding",)),
@@ -248,3 +250,46 @@ def test_gated_delta_net_layers(kind):
     with jax.default_matmul_precision("highest"):
         found = generate(model, params, prompt, max_new_tokens=NEW, greedy=True)
     assert found == [said[0, 9:].tolist()] and len(set(found[0])) > 2
+
+
+FLA_FIELDS = {"hidden_size": WIDTH, "num_hidden_layers": 2, "vocab_size": VOCAB, "eos_token_id": 3, "fuse_norm": True}
+FLA_MODELS = {
+    "DeltaNet": {"num_heads": 2, "intermediate_size": 64, "use_gate": True, "expand_v": 2.0},
+    "GatedDeltaNet": {"num_heads": 2, "num_v_heads": 4, "head_dim": 16, "expand_v": 2.0, "intermediate_size": 64},
+    "Mamba2": {"head_dim": 16, "state_size": 16},
+    "LogLinearMamba2": {"head_dim": 16, "state_size": 16, "n_groups": 2},
+    "Transformer": {"num_heads": 2, "num_kv_heads": 1, "qk_norm": True, "intermediate_size": 64},
+}
+
+
+@pytest.mark.parametrize("name", FLA_MODELS)
+def test_models_of_fla(name, tmp_path):
+    """flash-linear-attention reads what is exported, bit for bit; where there is a GPU for its kernels, its logits."""
+    models = pytest.importorskip("fla.models")
+    torch.manual_seed(0)
+    config = getattr(models, f"{name}Config")(**FLA_FIELDS, **FLA_MODELS[name])
+    try:
+        theirs = shaken(getattr(models, f"{name}ForCausalLM")(config))
+    except ImportError as error:  # of flash-attn
+        pytest.skip(str(error))
+    theirs.save_pretrained(tmp_path / "theirs")
+    convert.main(["import", f"--source={tmp_path / 'theirs'}", f"--run={tmp_path / 'run'}"])
+    convert.main(["export", f"--run={tmp_path / 'run'}", f"--to={tmp_path / 'back'}"])
+    again = type(theirs).from_pretrained(tmp_path / "back")
+    assert set(again.state_dict()) == set(theirs.state_dict())
+    assert all(torch.equal(again.state_dict()[key], x) for key, x in theirs.state_dict().items())
+    known, same = again.config.to_dict(), config.to_dict()
+    for field in ("dtype", "architectures", "_name_or_path"):  # of a file, which a config made by hand has not
+        same.pop(field, None)
+    assert {field: known[field] for field in same} == same
+    if not torch.cuda.is_available():
+        return
+    with torch.no_grad():
+        wanted = again.cuda().eval()(torch.from_numpy(tokens_of()).long().cuda(), use_cache=False).logits.cpu()
+    run, config = runs.recorded(tmp_path / "run", "run")
+    model = settings.section(config, "model", LanguageModel, {"vocab_size": VOCAB})
+    params, _ = runs.scored_params(run, config, model)
+    with jax.default_matmul_precision("highest"):
+        logits, _ = model.apply(params, jnp.asarray(tokens_of()))
+    # Their kernels multiply float32 as tensorfloat32, 1e-3 of a product.
+    assert distance(logits, wanted) < 5e-3

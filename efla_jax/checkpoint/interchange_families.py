@@ -43,20 +43,6 @@ class Family(NamedTuple):
         return bool(self.buffers) and re.fullmatch(self.buffers, name) is not None
 
 
-def qwen_mixer(config: Fields) -> dict[str, Any]:
-    """Fields of layers.GatedDeltaNet for a linear-attention layer of a Qwen3-Next or Qwen3.5 config."""
-    key_dim = config["linear_key_head_dim"]
-    return {
-        "width": config["hidden_size"],
-        "num_heads": config["linear_num_value_heads"],
-        "num_key_heads": config["linear_num_key_heads"],
-        "head_dim": key_dim,
-        "expand_v": config["linear_value_head_dim"] / key_dim,
-        "conv_width": config["linear_conv_kernel_dim"],
-        "norm_eps": config["rms_norm_eps"] * key_dim,
-    }
-
-
 def required(config: Fields, name: str) -> Any:
     """A field that has no default which the libraries agree on."""
     if config.get(name) is None:

@@ -4,6 +4,7 @@ A table is a tuple of `interchange.Tensor`. Those of flash-linear-attention (fla
 is the same in both.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from efla_jax.checkpoint.interchange import Tensor
@@ -78,3 +79,17 @@ QWEN3_5 = GATED_LAYER + (
     Tensor("in_proj_qkv.weight", tuple(f"{name}_proj/kernel" for name in "qkv")),
     *(Tensor(f"in_proj_{name}.weight", (f"{leaf}_proj/kernel",)) for name, leaf in ("zg", "bb", "aa")),
 )
+
+
+def qwen_mixer(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of layers.GatedDeltaNet for a linear-attention layer of a Qwen3-Next or Qwen3.5 config."""
+    key_dim = config["linear_key_head_dim"]
+    return {
+        "width": config["hidden_size"],
+        "num_heads": config["linear_num_value_heads"],
+        "num_key_heads": config["linear_num_key_heads"],
+        "head_dim": key_dim,
+        "expand_v": config["linear_value_head_dim"] / key_dim,
+        "conv_width": config["linear_conv_kernel_dim"],
+        "norm_eps": config["rms_norm_eps"] * key_dim,
+    }
