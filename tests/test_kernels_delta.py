@@ -11,6 +11,7 @@ import dataclasses  # noqa: E402
 import functools  # noqa: E402
 import importlib  # noqa: E402
 import itertools  # noqa: E402
+import types  # noqa: E402
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -195,6 +196,18 @@ def test_mixed_dtypes_and_other_devices_are_refused(monkeypatch):
         "NVIDIA A100": 0,
     }.items():
         assert bool(hopper.HOPPER.search(kind)) == bool(served), kind
+
+
+def test_without_the_folder_of_kernels_auto_takes_chunked(monkeypatch):
+    found = types.SimpleNamespace(compute_capability="9.0", device_kind="NVIDIA H200")
+    monkeypatch.setattr(hopper, "device", lambda: found)
+    monkeypatch.setattr(hopper.importlib.util, "find_spec", lambda name: None)
+    (q, k, u, erase, _, _), _ = recurrence_case("random", jnp.bfloat16, **{**SMALL, "time": 20})
+    with pytest.raises(NotImplementedError, match="the folder of GPU kernels is missing"):
+        ops.delta_rule(q, k, u, erase, implementation="pallas")
+    both = (ops.delta_rule(q, k, u, erase, implementation=name)[0] for name in ("auto", "chunked"))
+    np.testing.assert_array_equal(*both)
+    ops.causal_conv(jnp.zeros((1, 64, 128)), jnp.zeros((4, 128)))
 
 
 def sized(key_dim, value_dim, dtype, rows=1, time=2048, key_heads=8, heads=16):

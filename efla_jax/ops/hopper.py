@@ -1,5 +1,6 @@
 """Whether the device that a program is compiled for has the tensor cores that the GPU kernels are written for."""
 
+import importlib.util
 import re
 from typing import Any
 
@@ -20,11 +21,17 @@ def default_device() -> Any:
 
 
 def require_hopper(op: str) -> str:
-    """The kind of the device, if its tensor cores have wgmma: NVIDIA Hopper alone. NotImplementedError otherwise."""
+    """The kind of the device, if its tensor cores have wgmma: NVIDIA Hopper alone. NotImplementedError otherwise, and
+    where the kernels are missing: to be called before they are imported."""
     found = device()
     if getattr(found, "compute_capability", None) != "9.0" and not HOPPER.search(found.device_kind):
         raise NotImplementedError(
             f"{op}: the GPU kernels need an NVIDIA Hopper GPU, not {found.device_kind!r}; use implementation='chunked' "
             "or 'auto'."
+        )
+    if importlib.util.find_spec("efla_jax.kernels") is None:
+        raise NotImplementedError(
+            f"{op}: the folder of GPU kernels is missing, because the link efla_jax/kernels did not survive; link it "
+            "to ../kernels, or use implementation='chunked' or 'auto'."
         )
     return found.device_kind

@@ -19,10 +19,10 @@ def windowed(x, weight, bias, before, reach, config=None, interpret=None) -> jax
     before x, or None: zeros; reach [B, T] int32, how many of the inputs before it a token reads, or None: all W - 1.
     config: a `kernels.causal_conv.Config` for the default; interpret: parameters of Mosaic's interpreter. Raises
     NotImplementedError, with the reason, for what the kernels do not serve."""
-    from efla_jax.kernels import causal_conv as kernel
-
     if interpret is None:
         require_hopper("causal_conv")
+    from efla_jax.kernels import causal_conv as kernel
+
     if x.size == 0:
         raise NotImplementedError(f"causal_conv: x of shape {x.shape} has nothing to convolve")
     if reason := kernel.unsupported(weight.shape[0], x.shape[2], x.dtype):

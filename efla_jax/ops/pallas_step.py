@@ -18,14 +18,14 @@ def one_token(x: Recurrence, interpret=None) -> tuple[jax.Array, jax.Array]:
 
     A state that is donated, or carried by a loop, is updated in its buffer. interpret: parameters of Mosaic's
     interpreter. Raises NotImplementedError for sizes that the kernel does not cover, another T and other GPUs."""
+    if interpret is None:
+        require_hopper("one-token kernel")
     from efla_jax.kernels.delta_step import unsupported
 
     if x.u.size == 0 or x.k.shape[1] != 1:
         raise NotImplementedError(f"one-token kernel: u has shape {x.u.shape}, but it takes T = 1 and no empty axis.")
     if reason := unsupported(*x.initial_state.shape[2:]):
         raise NotImplementedError(f"one-token kernel: {reason}; use implementation='recurrent'.")
-    if interpret is None:
-        require_hopper("one-token kernel")
     return _solve(tuple(x), interpret)
 
 
