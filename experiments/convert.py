@@ -71,13 +71,18 @@ class Renamed:
 
 
 @contextmanager
-def building(folder: pathlib.Path, flag: str) -> Iterator[pathlib.Path]:
-    """A folder to write to that becomes `folder` when all went well."""
+def building(folder: pathlib.Path, flag: str, size: int) -> Iterator[pathlib.Path]:
+    """A folder to write `size` bytes to that becomes `folder` when all went well."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"--{flag}={folder}: is there already; name another folder, or remove this one.")
     partial = folder.absolute().with_name(f"{folder.absolute().name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
+    # A full disk would end the program without a word: pages of a mapped file are written behind its back.
+    free = shutil.disk_usage(partial).free
+    if size > free:
+        raise OSError(f"--{flag}={folder}: {size / 1e9:.1f} GB are written there at most and {free / 1e9:.1f} GB are"
+                      " free; make room, or name a folder on another disk.")  # fmt: skip
     yield partial
     if folder.exists():
         folder.rmdir()
@@ -221,7 +226,8 @@ def import_run(chosen: argparse.Namespace) -> None:
     layout = lay_out(table_of(family, model.tie_embeddings, False), shapes)
     names = names_in(reader, family, layout, tied or model.tie_embeddings)
     dtypes = {name: reader.dtypes[there] for name, there in names.items()}
-    with building(chosen.run, "run") as folder:
+    count = steps.size_of({leaf: shapes[leaf] for leaf in layout.by_leaf()})
+    with building(chosen.run, "run", 8 * count) as folder:  # float32, once in scratch files and once in the checkpoint
         scratch = folder / "scratch"
         scratch.mkdir()
         leaves = steps.gather(layout, shapes, Renamed(reader, names), scratch)
@@ -235,7 +241,6 @@ def import_run(chosen: argparse.Namespace) -> None:
         origin = {"family": family.name, "source": chosen.source, "dtypes": dtypes, "config": config}
         (folder / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
         (folder / "config.json").write_text(json.dumps(record, indent=2) + "\n")
-    count = steps.size_of({leaf: shapes[leaf] for leaf in layout.by_leaf()})
     kinds = ", ".join(f"{number} {code}" for code, number in Counter(dtypes.values()).items())
     if "F64" in dtypes.values():
         print("tensors of 64 bits were rounded to float32, as all parameters here are")
@@ -303,7 +308,8 @@ def export_run(chosen: argparse.Namespace) -> None:
     dtypes = {name: known.get(name, NAMES[chosen.dtype or "float32"]) for name in layout.tensors}
     usual = Counter(dtypes.values()).most_common(1)[0][0]
     written |= {name: DTYPES[usual].name for name in ("dtype", "torch_dtype")}  # of transformers 5 and 4
-    with building(chosen.to, "to") as target:
+    count = steps.size_of(layout.tensors)
+    with building(chosen.to, "to", count * DTYPES[usual].itemsize) as target:
         files = {name: (dtypes[name], shape) for name, shape in layout.tensors.items()}
         steps.scatter(layout, stored, create(target, files, chosen.shard_bytes))
         (target / "config.json").write_text(json.dumps(written, indent=2) + "\n")
@@ -311,7 +317,6 @@ def export_run(chosen: argparse.Namespace) -> None:
         if chosen.tokenizer:
             carry(chosen.tokenizer, target)
         Reader(target)  # the files as another program will find them
-    count = steps.size_of(layout.tensors)
     print(f"exported {family.name}: {count:,} numbers, {len(layout.tensors)} tensors, mostly {usual}\nto: {chosen.to}")
 
 

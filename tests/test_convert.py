@@ -513,6 +513,18 @@ def test_an_interrupted_import_is_made_anew(tmp_path, monkeypatch):
     assert_equal(stored(tmp_path / "back"), arrays)
 
 
+def test_a_disk_without_room_is_said_before_anything_is_written(tmp_path, monkeypatch):
+    written(tmp_path / "source", "llama")
+    usage = convert.shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(convert.shutil, "disk_usage", lambda _: usage._replace(free=8 * 4304 - 1))
+        with pytest.raises(SystemExit, match="are written there at most and 0.0 GB are free"):
+            exchange("import", tmp_path / "run", source=tmp_path / "source")
+        assert not list((tmp_path / "run.partial").iterdir())
+        patch.setattr(convert.shutil, "disk_usage", lambda _: usage._replace(free=8 * 4304))
+        exchange("import", tmp_path / "run", source=tmp_path / "source")
+
+
 def test_a_file_that_does_not_take_what_is_written_is_noticed(tmp_path, monkeypatch):
     written(tmp_path / "source", "llama")
     exchange("import", tmp_path / "run", source=tmp_path / "source")

