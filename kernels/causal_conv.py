@@ -126,6 +126,7 @@ def launch(body, name: str, plan: Plan, out_type, scratch, interpret):
     )
 
 
+@mosaic.narrow_indices()
 def forward(x, coefficients, reach, *, config: Config = SAFE, interpret=None) -> jax.Array:
     """y [B, T, D] in the dtype of x, sums in float32, with zeros before the first token.
 
@@ -138,6 +139,7 @@ def forward(x, coefficients, reach, *, config: Config = SAFE, interpret=None) ->
     return call(*arrays)[0].reshape(x.shape)
 
 
+@mosaic.narrow_indices()
 def backward(x, d_y, coefficients, reach, *, config: Config = SAFE, interpret=None) -> tuple[jax.Array, jax.Array]:
     """(dx [B, T, D] in the dtype of x, d coefficients [W + 1, D] float32). d_y like x; the others as in `forward`."""
     plan = plan_for(x, coefficients.shape[0] - 1, config)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from efla_jax.kernels import delta_rule_mosaic as mosaic
 from efla_jax.kernels.delta_rule_parts import part_starts, summarise
+from efla_jax.kernels.mosaic import narrow_indices
 
 KEY_DIMS = (64, 128)
 DTYPES = ("bfloat16", "float16")
@@ -111,6 +112,7 @@ def plan_for(config: Config, sizes: mosaic.Sizes, *, documents: bool, save: bool
     return plan
 
 
+@narrow_indices()
 def forward(
     q, k, u, erase, log_decay, documents, initial_state, *, config: Config, save: bool, interpret=None
 ) -> tuple:

@@ -27,7 +27,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from efla_jax.kernels.delta_rule_reverse import CHUNK, ERASE, GATES, INTO, OUT, SUM, TILE, ReverseConfig, Sizes, reverse
-from efla_jax.kernels.mosaic import MASKED, WGMMA, accumulated, by_column, by_row, index, parameters, shared, transposed
+from efla_jax.kernels.mosaic import (
+    MASKED,
+    WGMMA,
+    accumulated,
+    by_column,
+    by_row,
+    index,
+    narrow_indices,
+    parameters,
+    shared,
+    transposed,
+)
 
 DIMENSIONS = (64, 128)  # of keys and of values: at most two tiles, one for each compute warpgroup
 GROUPS = 2  # compute warpgroups
@@ -400,6 +411,7 @@ def gradients(x: Inputs, sizes: Sizes, programs: int, automatic_barriers: bool, 
     )(*arrays)
 
 
+@narrow_indices()
 def backward(
     q, k, u, erase, log_decay, documents, saved, d_o, d_final, *, config: ReverseConfig | None = None, interpret=None
 ) -> tuple:

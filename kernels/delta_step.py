@@ -15,6 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from efla_jax.kernels.mosaic import narrow_indices
+
 LANES = 128  # threads of a warpgroup, and columns of the state that one block holds
 MOST_ROWS = 128  # registers of a thread that hold its column; 255 are all it has
 TOGETHER = 8  # rows whose k and q are loaded before the first of them is stored: stores hold later loads back
@@ -31,6 +33,7 @@ def unsupported(key_dim: int, value_dim: int) -> str | None:
     return None
 
 
+@narrow_indices()
 def step(q, k, u, erase, log_decay, state, *, interpret=None) -> tuple[jax.Array, jax.Array]:
     """(o [B, H, V] in the dtype of u, state after the token [B, H, K, V] float32).
 

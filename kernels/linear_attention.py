@@ -20,6 +20,7 @@ from jax import lax
 
 from efla_jax.kernels.linear_attention_gradients import BALANCE, KEPT, LEFT, Inputs, gradients
 from efla_jax.kernels.linear_attention_mosaic import CHUNK, DOCUMENT, INTO, TILE, Plan, Sizes, accumulate, walk
+from efla_jax.kernels.mosaic import narrow_indices
 
 KEY_DIMS = (64, 128)
 DTYPES = ("bfloat16", "float16")
@@ -172,6 +173,7 @@ def started(x, y, gates, initial, plan: Plan) -> jax.Array:
     return starts_of_parts(added, gates, initial, backwards=plan.backwards)
 
 
+@narrow_indices()
 def forward(q, k, u, log_decay, documents, initial_state, *, config: Config, save: bool, interpret=None):
     """(o [B, T, H, V], final state [B, H, V, K] float32, saved or None).
 
@@ -201,6 +203,7 @@ def decay_gradient(sums, gates, sizes: Sizes) -> jax.Array:
     return gradient.swapaxes(1, 2).reshape(sizes.batch, sizes.heads, -1)
 
 
+@narrow_indices()
 def backward(q, k, u, saved, d_o, d_final_state, *, config: Config, interpret=None):
     """(dq, dk [B, T, G, K], dU [B, T, H, V], d log_decay [B, H, T] float32, d initial_state [B, H, V, K] float32).
 

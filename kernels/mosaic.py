@@ -5,6 +5,8 @@ The interpreter knows neither a left operand of a wgmma in registers (`left_oper
 (`begin`, `finish`).
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,6 +17,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 MASKED = -1e30  # instead of a difference of log decays that must not be seen: its exponential is 0
 WGMMA, TRANSPOSED = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_TRANSPOSED
 accumulated = plgpu.wgmma_accumulator_load  # (acc, wait_n=n): its value once at most n later products are in flight
+
+
+@contextlib.contextmanager
+def narrow_indices() -> Iterator[None]:
+    """Around the tracing of a program: indices of 32 bits under `jax_enable_x64` too, as those of Pallas are."""
+    with jax.enable_x64(False):
+        yield
 
 
 def parameters(automatic_barriers: bool) -> plgpu.CompilerParams:
