@@ -122,3 +122,40 @@ def test_the_harness_itself_scores_as_the_suite_does(tmp_path, monkeypatch):
         if row["metric"].startswith("acc"):  # of perplexities it draws the errors, or has none
             assert row["stderr"] == pytest.approx(ours[row["task"]][f"{row['metric']}_stderr"])
     assert 0 < ours["piqa"]["acc"] < 1 and tasks.TASKS["piqa"].headline == "acc"
+
+
+COUNTING = """
+task: counting
+dataset_path: json
+dataset_kwargs: {data_files: {test: "%s"}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["#"], do_sample: false, max_gen_toks: 3}
+metric_list:
+  - metric: exact_match
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_task_file_of_ones_own_with_generated_answers(tmp_path, monkeypatch):
+    pytest.importorskip("lm_eval")
+    rows = [{"question": "a", "answer": "bcd"}, {"question": "Q: A", "answer": "BCD"}, {"question": "x", "answer": "a"},
+            {"question": " ", "answer": "!\""}]  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "counting.yaml").write_text(COUNTING % (tmp_path / "rows.jsonl"))
+
+    def opened(chosen, name):
+        run = language_runs.Trained(Successor(), {}, tmp_path, "highest", BYTES, {}, "1")
+        return run, Scorer(Successor(), {}, BYTES), tmp_path
+
+    monkeypatch.setattr(result_files, "opened", opened)
+    program.main(["harness", "--run=x", "--tasks=counting", f"--include_path={tmp_path / 'tasks'}"])
+    (row,) = json.loads((tmp_path / "harness.json").read_text())["rows"]
+    assert (row["task"], row["metric"], row["score"], row["count"]) == ("counting", "exact_match", 0.75, 4)
+    program.main(["harness", "--run=x", "--tasks=counting", f"--include_path={tmp_path / 'tasks'}", "--limit=2"])
+    (row,) = json.loads((tmp_path / "harness.json").read_text())["rows"]
+    assert row["score"] == 1.0 and row["count"] == 2
