@@ -73,7 +73,7 @@ def once(model: LanguageModel, params, prompts: np.ndarray, chosen: argparse.Nam
     """Seconds of one batch: to have read the prompts, to the first token, from there to the last; MiB of its cache."""
     choice = Choice(chosen.temperature, chosen.top_k, chosen.top_p)
     began = time.perf_counter()
-    prefix = prefill(model, params, list(prompts), coming=chosen.new, piece=chosen.piece)
+    prefix = prefill(model, params, prompts, coming=chosen.new, piece=chosen.piece)
     jax.block_until_ready(prefix)
     read = time.perf_counter()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(prefix.cache))

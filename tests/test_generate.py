@@ -129,14 +129,16 @@ SERVED = ("efla", "attention", "log_linear_mamba2")  # one of each kind of cache
 
 
 def test_pieces_give_the_tokens_of_one_pass():
-    """Pieces that divide no prompt, down to single tokens; the prompts end in different pieces."""
+    """Pieces that divide no prompt, and single tokens; the prompts end in different pieces. Equal rows of an array are
+    read without segment ids."""
     module = model(*SERVED)
-    run = functools.partial(generate, module, parameters(module), PROMPTS, max_new_tokens=8, greedy=True)
-    whole = run()
-    assert run(piece=5) == whole and run(piece=1, block=3) == whole
-    one, parts = (prefill(module, parameters(module), PROMPTS, piece=piece) for piece in (16, 5))
+    run = functools.partial(generate, module, parameters(module), max_new_tokens=8, greedy=True)
+    assert run(PROMPTS, piece=8) == run(PROMPTS, piece=1) == run(PROMPTS)
+    one, parts = (prefill(module, parameters(module), PROMPTS, piece=piece) for piece in (16, 8))
     np.testing.assert_allclose(parts.logits, one.logits, rtol=1e-4, atol=1e-4)  # float32, other orders of sums
     assert parts.length.tolist() == [3, 7, 12]
+    long = np.stack([(step * np.arange(21)) % VOCABULARY for step in (1, 7, 9)])
+    assert run(long, piece=8) == run(list(long), piece=8) == run(long)
 
 
 def test_a_prefix_goes_on_many_times_and_takes_rows():
@@ -165,7 +167,7 @@ def test_a_prefix_goes_on_many_times_and_takes_rows():
 
 def test_padding_that_a_caller_passes_is_invisible():
     """On the left, on both sides and inside, in pieces too; and an earlier document in the row is forgotten."""
-    module = model(*SERVED)
+    module = model("efla", "attention")
     run = functools.partial(generate, module, parameters(module), max_new_tokens=8, greedy=True)
     bare = run(PROMPTS)
     tokens, ids = np.full((3, 16), 22), np.zeros((3, 16), np.int32)
@@ -179,7 +181,7 @@ def test_padding_that_a_caller_passes_is_invisible():
         run(tokens, segment_ids=ids[:, 1:])
 
 
-@pytest.mark.parametrize("mixer", ["gated_delta_net", "log_linear_mamba2"])
+@pytest.mark.parametrize("mixer", ["gated_delta_net", pytest.param("log_linear_mamba2", marks=pytest.mark.slow)])
 def test_a_piece_of_a_long_prompt_needs_constant_memory(mixer):
     """The program that reads a piece is the same for a prompt of any length where the cache does not grow, and what it
     needs is a small part of what a pass over the whole prompt would."""
@@ -197,7 +199,7 @@ def test_a_piece_of_a_long_prompt_needs_constant_memory(mixer):
 
 
 def test_caches_grow_while_a_text_grows():
-    """A prefix that was made with no room goes on beyond it, and a pool of NAtS-L that is too small grows."""
+    """A prefix that was made with no room goes on beyond it."""
     module = model("attention")
     prompt = [(7 * i + 3) % VOCABULARY for i in range(60)]
     short = prefill(module, parameters(module), [prompt])
@@ -209,6 +211,11 @@ def test_caches_grow_while_a_text_grows():
     more = np.concatenate(list(Decoding(module, parameters(module), short, Choice(0.0), max_new_tokens=20)), axis=1)
     assert more[0].tolist() == reread(module, prompt, 20, 80)
 
+
+@pytest.mark.slow
+def test_pools_grow_while_a_text_grows():
+    """A pool of NAtS-L with a single page to begin with gives what one gives that has room for all."""
+    prompt = [(7 * i + 3) % VOCABULARY for i in range(60)]
     options = {"nats_l": {**OPTIONS["nats_l"], "softmax_room": 0.05}}
     tight = model("nats_l").clone(mixer_options=options)
     run = functools.partial(generate, prompts=[prompt], max_new_tokens=20, greedy=True, piece=16)
@@ -273,9 +280,9 @@ def test_several_stop_tokens():
     ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_snapshot_goes_on_as_the_prefix_does(dtype, tmp_path):
-    module = model(*SERVED).clone(dtype=dtype)
+@pytest.mark.parametrize("mixers, dtype", [(("efla", "attention"), "float32"), (("mamba2",), "bfloat16")])
+def test_a_snapshot_goes_on_as_the_prefix_does(mixers, dtype, tmp_path):
+    module = model(*mixers).clone(dtype=dtype)
     params, identity = parameters(module), {"tokenizer": "bytes"}
     prefix = prefill(module, params, PROMPTS, coming=10)
     file = tmp_path / "texts" / "prefix.npz"
