@@ -129,7 +129,7 @@ def scoring_arguments() -> argparse.ArgumentParser:
     scoring.add_argument("--policy", default="auto", choices=POLICIES, help="where BOS (or EOS) stands in front:"
                          " always, of empty contexts only, or auto: always if there is a BOS")  # fmt: skip
     scoring.add_argument("--piece", type=positive, default=4096, help="tokens of a row that are read at a time")
-    scoring.add_argument("--limit", type=int, default=0, help="questions of each task, the first ones; 0: all")
+    scoring.add_argument("--limit", type=natural, default=0, help="questions of each task, the first ones; 0: all")
     return scoring
 
 
@@ -141,6 +141,13 @@ def scorer(chosen: argparse.Namespace, run: Trained, journal: str | pathlib.Path
         max_length=window if chosen.max_length < 0 else chosen.max_length, piece=chosen.piece,
         journal=Journal(journal), precision=run.precision, progress=True,
     )  # fmt: skip
+
+
+def natural(word: str) -> int:
+    """A whole number from 0 on."""
+    if not word.isdecimal():
+        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number from 0 on")
+    return int(word)
 
 
 def positive(word: str) -> int:

@@ -132,3 +132,9 @@ def test_a_policy_and_a_limit_of_length_reach_the_scorer(run, tmp_path):
     assert scorer.precision == "highest" and scorer.journal.path == tmp_path / "kept.jsonl" and opened.step == "5"
     unlimited = language_runs.scorer(program.parser().parse_args([*given, "--max_length=0"]), opened, None)
     assert unlimited.max_length == 0
+
+
+def test_a_negative_limit_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        program.main(["suite", "--run=x", "--limit=-5"])
+    assert "'-5' is not a whole number from 0 on" in capsys.readouterr().err
