@@ -7,6 +7,9 @@ parameter and 32 greedy tokens are compared, and checkpoints go out to transform
 models of flash-linear-attention are read without a GPU, and compute with one.
 """
 
+import importlib
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,6 +58,21 @@ def shaken(module):
         for parameter in module.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     return module.eval()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plain_torch():
+    """Functions that would call another package's kernels where it is installed are their PyTorch definition."""
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in ("llama", "mistral", "qwen3", "mamba2", "qwen3_next", "qwen3_5"):
+            try:
+                module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+            except ImportError:  # an older version; its test is skipped
+                continue
+            for name, function in list(vars(module).items()):
+                if inspect.isfunction(function) and function.__module__ == module.__name__:
+                    patch.setattr(module, name, inspect.unwrap(function))
+        yield
 
 
 def tokens_of(rows=2, length=LENGTH):
