@@ -37,28 +37,34 @@ def has_field(config, path: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_can_be_typed(command):
+def check_command(command: str) -> None:
+    """Fail for a command line whose module, words, flags or config fields do not exist."""
     words = shlex.split(command, comments=True)
-    module = words[words.index("-m") + 1]
+    name = words[words.index("-m") + 1]
     arguments = words[words.index("-m") + 2 :]
-    if module == "experiments.evaluate":  # the only program of argparse, which knows its own words
-        assert importlib.import_module(module).parser().parse_args(arguments).run
+    module = importlib.import_module(name)
+    if hasattr(module, "parser"):  # a program of argparse, which knows its own words
+        assert module.parser().parse_args(arguments)
         return
-    sources = [(ROOT / f"{name}.py").read_text() for name in (module.replace(".", "/"), "experiments/arguments")]
-    if module == "experiments.report":  # commands before flags of absl
+    sources = [(ROOT / f"{path}.py").read_text() for path in (name.replace(".", "/"), "experiments/arguments")]
+    if name == "experiments.report":  # commands before flags of absl
         assert f'    "{arguments.pop(0)}": (' in sources[0]
     known = set(re.findall(r'DEFINE_\w+\(\s*"(\w+)"', "".join(sources)))
     config = None
     for word in arguments:
-        name, _, value = word.removeprefix("--").partition("=")
-        if name == "config":
+        flag, _, value = word.removeprefix("--").partition("=")
+        if flag == "config":
             file, _, mixer = value.partition(":")
             config = importlib.import_module(file.removesuffix(".py").replace("/", ".")).get_config(mixer)
-        elif name.startswith("config."):
-            assert has_field(config, name.removeprefix("config.")), word
+        elif flag.startswith("config."):
+            assert has_field(config, flag.removeprefix("config.")), word
         else:
-            assert word.startswith("--") and name in known, word
+            assert word.startswith("--") and flag in known, word
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_can_be_typed(command):
+    check_command(command)
 
 
 def test_fields_named_in_prose_exist():
