@@ -175,6 +175,11 @@ def test_padding_that_a_caller_passes_is_invisible():
         places = [p for p in places if row < 2 or p not in (0, 3, 7, 8)]
         tokens[row, places], ids[row, places] = prompt, 3
     assert run(tokens, segment_ids=ids) == run(tokens, segment_ids=ids, piece=6) == bare
+    start = prefill(module, parameters(module), tokens[:, :15], segment_ids=ids[:, :15], coming=20)
+    tails = [row[15:][on[15:] != 0] for row, on in zip(tokens, ids, strict=True)]  # of the document that is open
+    read = prefill(module, parameters(module), tails, prefix=start)
+    decoding = Decoding(module, parameters(module), read, Choice(0.0), max_new_tokens=8)
+    assert np.concatenate(list(decoding), axis=1).tolist() == bare
     ids[1, :4] = 9
     assert run(tokens, segment_ids=ids) == bare
     with pytest.raises(ValueError, match="segment_ids: int32"):
@@ -254,6 +259,9 @@ def test_streams_decide_what_is_drawn():
         tokens.append(new)
         decoding.end([0])
     assert [part.shape[1] for part in tokens] == [1, 4, 7]
+    small = list(decode(streams=[0, 1, 0], block=5))  # what is drawn does not depend on the blocks
+    assert [part.shape[1] for part in small] == [1, 4, 5, 2]
+    assert np.concatenate(small, axis=1).tolist() == first
     ended = np.concatenate(tokens, axis=1).tolist()
     assert ended[1:] == first[1:] and set(ended[0][1:]) == {-1}
 

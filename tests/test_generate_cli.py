@@ -76,6 +76,20 @@ def test_samples_are_streams_of_one_seed(trained, capsys):
     assert [json.loads(line) for line in one] == rows
 
 
+def test_a_stop_token_ends_the_text_unless_it_is_ignored(trained, capsys):
+    whole = expected(trained, "state", temperature=0.9, top_k=40, seed=5)
+    ids = next_tokens(trained, b"state", temperature=0.9, top_k=40, seed=5)
+    file = trained[0] / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": [200, ids[5]]}))
+    try:
+        program.main([f"--run={trained[0]}", "--prompt=state", *DRAWN])
+        out, err = capsys.readouterr()
+        assert out[:-1] == bytes(ids[: ids.index(ids[5])]).decode(errors="replace") and "stop_token" in err
+        assert said(capsys, trained[0], "--prompt=state", "--ignore_eos", *DRAWN)[:-1] == whole
+    finally:
+        file.unlink()
+
+
 def test_a_stop_string_ends_the_text_and_is_not_shown(trained, capsys):
     whole = said(capsys, trained[0], "--prompt=state", *DRAWN)[:-1]
     stop = whole[4:6]
