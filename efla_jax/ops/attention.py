@@ -70,7 +70,8 @@ def softmax_attention(
     part of the queries, but the keys and values of the whole time.
 
     implementation: "chunked" (XLA, a block of queries at a time), "auto" (on a GPU cuDNN, where that supports the
-    input; else "chunked"), "pallas", "triton" (no kernel yet). Raises ValueError for input that does not fit. Source:
+    input; else "chunked"), "pallas" (Hopper GPUs: packed documents too, no cache; NotImplementedError with the reason
+    for what its kernels do not cover), "triton" (no kernel yet). Raises ValueError for input that does not fit. Source:
     Attention Is All You Need (arXiv 1706.03762); grouped queries: arXiv 2305.13245.
 
     >>> import jax.numpy as jnp
@@ -253,9 +254,16 @@ def cudnn(q, k, v, document: jax.Array | None, cache: KVCache | None, _start=0) 
         raise NotImplementedError(f"cuDNN: {reason}") from reason
 
 
+def by_kernels(*arguments) -> jax.Array:
+    """`chunked` by GPU kernels."""
+    from efla_jax.ops.pallas_attention import softmax
+
+    return softmax(*arguments)
+
+
 TABLE = {
     "chunked": chunked,
-    "pallas": missing_kernel("softmax_attention"),
+    "pallas": by_kernels,
     "triton": missing_kernel("softmax_attention"),
 }
-AUTO = ("pallas", "chunked")
+AUTO = ("chunked",)

@@ -1,6 +1,7 @@
 """Softmax attention to one's own chunk and to selected chunks before it: the softmax branch of NAtS-L (arXiv
 2602.03681)."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -71,8 +72,9 @@ def block_sparse_attention(
     A `SelectedKV` goes on in any pieces, with the same chunk_size, R and G; without one the state returned has room for
     all that T tokens may select. A document that selects more than the room is a ValueError where that is known when
     the op is called; under `jit` the outputs of its further tokens are NaN. Work follows the part selected, memory is
-    O(T). implementation: "chunked" (XLA), "auto"; "pallas", "triton" (no kernel yet). Raises ValueError for input that
-    does not fit. Source: NAtS-L (arXiv 2602.03681).
+    O(T). implementation: "chunked" (XLA), "auto" (the same), "pallas" (Hopper GPUs: chunks of 64, several tokens, not
+    `counterfactual`; NotImplementedError with the reason for what its kernels do not cover), "triton" (no kernel yet).
+    Raises ValueError for input that does not fit. Source: NAtS-L (arXiv 2602.03681).
 
     >>> import jax.numpy as jnp
     >>> q, v = jnp.zeros((1, 48, 1, 4)), jnp.repeat(jnp.array([6.0, 3.0, 0.0]), 16).reshape(1, 48, 1, 1)
@@ -144,8 +146,8 @@ def whole(options: Options, q, k, v, selected, kv: SelectedKV, segment_ids) -> t
     if packed:
         q, k, v = (mask_padding(chunks.real, x) for x in (q, k, v))
 
-    def local(q, k, v, selected, *chunks):
-        return in_tiles(q, k, v, selected, DocumentChunks(*chunks), options, packed, packed)[0]
+    def local(solve, q, k, v, selected, *chunks):
+        return in_cells(solve, q, k, v, selected, DocumentChunks(*chunks), options, packed, packed)[0]
 
     keys = repeat_key_heads(q.shape[2], k, v)
     (routed,) = repeat_key_heads(q.shape[2], selected)
@@ -169,9 +171,9 @@ def continued(options: Options, q, k, v, selected, kv: SelectedKV, segment_ids) 
     q, k, v = (mask_padding(chunks.real, x) for x in (q, k, v))
     packed, fields = segment_ids is not None, len(chunks)
 
-    def local(q, k, v, selected, *rest):
+    def local(solve, q, k, v, selected, *rest):
         chunks, pool = DocumentChunks(*rest[:fields]), Pool(*rest[fields:])
-        o, log_sum = in_tiles(q, k, v, selected, chunks, options, packed, True)
+        o, log_sum = in_cells(solve, q, k, v, selected, chunks, options, packed, True)
         mine = (chunks.real & (chunks.document == 0))[:, size:]
         o = with_pages(o[:, size:], log_sum[:, size:], q[:, size:], mine, selected.shape[2], pool)
         return mask_padding(chunks.real[:, size:], o)
@@ -198,7 +200,9 @@ def one_token(options: Options, q, k, v, selected, kv: SelectedKV, segment_ids) 
     open_k, open_v = put(kv.open_k, k), put(kv.open_v, v)
     used = jnp.arange(size) < (fill + real)[:, None]
 
-    def local(q, k, v, selected, used, real, *pool):
+    def local(solve, q, k, v, selected, used, real, *pool):
+        if solve is not in_tiles:
+            raise NotImplementedError("block_sparse_attention: no GPU kernel for one token at a time")
         o, log_sum = in_slots(q, mask_padding(used, k), mask_padding(used, v), used)
         o = with_pages(o, log_sum, q, real, selected.shape[2], Pool(*pool))
         return mask_padding(real, o)
@@ -210,12 +214,16 @@ def one_token(options: Options, q, k, v, selected, kv: SelectedKV, segment_ids) 
 
 
 def over_mesh(options: Options, local: Callable, arrays, legends, result: str) -> jax.Array:
-    """local(*arrays) on every device's rows (and heads), by the implementation asked for."""
-    kernels = {name: missing_kernel("block_sparse_attention") for name in ("pallas", "triton")}
+    """local(solve, *arrays) on every device's rows (and heads), by the implementation asked for."""
+    op = "block_sparse_attention"
+    table = {
+        "chunked": functools.partial(local, in_tiles),
+        "pallas": functools.partial(local, by_kernels),
+        "triton": missing_kernel(op),
+    }
 
     def run(_, *arrays):
-        table = {"chunked": local, **kernels}
-        return dispatch("block_sparse_attention", options.implementation, table, ("pallas", "chunked"), arrays)
+        return dispatch(op, options.implementation, table, ("chunked",), arrays)
 
     return sharded(run, arrays, legends, result)
 
@@ -251,12 +259,13 @@ def plan_of(count: int, size: int, packed: bool, counterfactual: bool) -> tuple[
     return Plan(size, queries, keys, packed, counterfactual), -(-count // whole) * whole
 
 
-def in_tiles(
-    q, k, v, selected, chunks: DocumentChunks, options: Options, packed: bool, moved: bool
+def in_cells(
+    solve: Callable, q, k, v, selected, chunks: DocumentChunks, options: Options, packed: bool, moved: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Outputs [B, T, H, V] in the dtype of v and L [B, T, H] float32. packed: rows may hold several documents; moved:
-    chunks do not stand where a row without padding would begin them."""
-    (batch, time, heads, _), routing, size = q.shape, selected.shape[2], options.size
+    chunks do not stand where a row without padding would begin them. solve: `in_tiles`, or another with its
+    arguments."""
+    (batch, time, _, _), size = q.shape, options.size
     if q.size == 0 or v.size == 0:
         return jnp.zeros((*q.shape[:3], v.shape[3]), v.dtype), jnp.zeros(q.shape[:3], jnp.float32)
     used = most_cells(time, size, True) if packed else -(-(time - moved) // size)
@@ -275,22 +284,36 @@ def in_tiles(
         def laid(x):
             return jnp.pad(x, ((0, 0), (0, count * size - time)) + ((0, 0),) * (x.ndim - 2))
 
-    def rows(x):  # [B, S, heads, dim] -> [B R, heads of a routing head, S, dim]
-        x = jnp.moveaxis(laid(x), 1, 2)
-        return x.reshape(batch * routing, -1, *x.shape[2:])
+    chosen = jnp.take_along_axis(selected, jnp.maximum(entry, 0)[..., None], axis=1)
+    chosen = jnp.where(entry[..., None] >= 0, chosen, 0.0)
+    o, log_sum = solve(plan, *map(laid, (q, k, v)), chosen, Places(laid(document), laid(chunk), entry >= 0))
+    if moved:
+        return carried(o, found.slot, found.source), carried(log_sum, found.slot, found.source)
+    return o[:, :time], log_sum[:, :time]
 
-    def repeated(x):  # [B, ...] -> [B R, ...]
-        return jnp.repeat(x, routing, axis=0)
+
+def in_tiles(plan: Plan, q, k, v, chosen, places: Places) -> tuple[jax.Array, jax.Array]:
+    """Outputs [B, S, H, V] in the dtype of v and L [B, S, H] float32 of rows of cells, by XLA: q [B, S, H, K], k [B, S,
+    G, K], v [B, S, G, V], chosen [B, M, R], places with B rows."""
+    (batch, _, heads, _), routing = q.shape, chosen.shape[2]
+
+    def rows(x):  # [B, S, heads, dim] -> [B R, heads of a routing head, S, dim]
+        x = jnp.moveaxis(x, 1, 2)
+        return x.reshape(batch * routing, -1, *x.shape[2:])
 
     key_heads = math.lcm(k.shape[2], routing)
     k, v = (jnp.repeat(x, key_heads // x.shape[2], axis=2) for x in (k, v))
     queries = rows(q)
     queries = queries.reshape(batch * routing, key_heads // routing, -1, *queries.shape[2:])
-    chosen = jnp.take_along_axis(selected, jnp.maximum(entry, 0)[..., None], axis=1)
-    chosen = jnp.where(entry[..., None] >= 0, chosen, 0.0)
-    places = Places(*map(repeated, (laid(document), laid(chunk), entry >= 0)))
-    found_o = tiles(plan, queries, rows(k), rows(v), jnp.moveaxis(chosen, 2, 1).reshape(-1, count), places)
-    o, log_sum = (jnp.moveaxis(x.reshape(batch, heads, *x.shape[3:]), 1, 2) for x in found_o)
-    if moved:
-        return carried(o, found.slot, found.source), carried(log_sum, found.slot, found.source)
-    return o[:, :time], log_sum[:, :time]
+    places = Places(*(jnp.repeat(x, routing, axis=0) for x in places))
+    chosen = jnp.moveaxis(chosen, 2, 1).reshape(batch * routing, -1)
+    found = tiles(plan, queries, rows(k), rows(v), chosen, places)
+    o, log_sum = (jnp.moveaxis(x.reshape(batch, heads, *x.shape[3:]), 1, 2) for x in found)
+    return o, log_sum
+
+
+def by_kernels(*arguments) -> tuple[jax.Array, jax.Array]:
+    """`in_tiles` by GPU kernels."""
+    from efla_jax.ops.pallas_attention import block_sparse
+
+    return block_sparse(*arguments)

@@ -1,0 +1,412 @@
+"""Softmax attention on a Hopper GPU, forward and the gradient of q: two Pallas programs in Mosaic GPU.
+
+Slots of a row are cut into cells of 64. A program has 128 queries of one head, a tile of two cells with a compute
+warpgroup each, and takes 128 keys a step:
+
+    listed    pairs of cells from the row's list of cells that later queries see, up to the tile; the first few steps
+              are masked, as a list has odd numbers of cells and documents begin anywhere
+    previous  the tile before, if a chunk that is in no list goes on from there
+    own       the tile itself; it comes last, so that no row has an empty sum and what masked steps left is forgotten
+
+so that its work follows the list. One more warpgroup only issues loads. The running maximum and sum of the softmax are
+kept for base 2. The keys that a query sees are told by three numbers, see `attention.Seen`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from efla_jax.kernels.mosaic import (
+    MASKED,
+    WGMMA,
+    accumulated,
+    begin,
+    finish,
+    index,
+    left_operand,
+    parameters,
+    shared,
+    staging,
+)
+
+CELL = 64
+WIDTH = 2 * CELL  # queries of a program, and keys of a step
+FIRST, LAST, BEFORE = range(3)  # rows of the marks
+START, MASKS, STEPS, PREVIOUS = range(4)  # of the bounds
+LOG_SUM, DELTA = range(2)  # rows of what the backward knows of a query
+LOADER, LOADER_REGISTERS, COMPUTE_REGISTERS = 2, 24, 240  # the third warpgroup; registers of a thread
+SHARED_MEMORY = 227 * 1024
+LOG2E = math.log2(math.e)
+f32 = jnp.float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes of a call: B, S, H, G, R, K, V; and how it runs."""
+
+    batch: int
+    slots: int
+    heads: int
+    key_heads: int
+    routes: int
+    key_dim: int
+    value_dim: int
+    stages: int = 2
+    interpret: Any = None
+
+    @property
+    def cells(self) -> int:
+        return self.slots // CELL
+
+    def key_head(self, head):
+        return lax.div(head, self.heads // self.key_heads)
+
+    def route(self, head):
+        return lax.div(head, self.heads // self.routes)
+
+    def fitting(self, each: int, beside: int) -> int:
+        """As many of the wanted stages of so many bytes as shared memory holds beside the rest."""
+        return max(min(self.stages, (SHARED_MEMORY - 1024 - beside) // each), 1)
+
+
+class Sources(NamedTuple):
+    """q [B, S, H, K], k [B, S, G, K], v [B, S, G, V]; order [B, R, M], bounds [B, R, S / 128, 4], marks [B, R, 3, S]
+    int32, see `attention.Seen`."""
+
+    q: Any
+    k: Any
+    v: Any
+    order: Any
+    bounds: Any
+    marks: Any
+
+
+class Memory(NamedTuple):
+    """Shared memory: k [stages, 128, K], v [stages, 128, V]; marks [3, 128]; the barriers of the queries, and of loads
+    and releases of k and v."""
+
+    k: Any
+    v: Any
+    marks: Any
+    queries: Any
+    k_full: Any
+    v_full: Any
+    k_empty: Any
+    v_empty: Any
+
+
+class Tile(NamedTuple):
+    """A program: row of the batch, head, tile; the bounds of its steps."""
+
+    row: Any
+    head: Any
+    tile: Any
+    start: Any
+    masks: Any
+    listed: Any
+    steps: Any
+
+    @classmethod
+    def here(cls, x: Sources, sizes: Sizes) -> "Tile":
+        row, head = lax.axis_index("row"), lax.axis_index("head")
+        tile = sizes.slots // WIDTH - 1 - lax.axis_index("tile")  # the longest first
+        bounds = x.bounds.at[row, sizes.route(head), tile]
+        listed = bounds[STEPS]
+        return cls(row, head, tile, bounds[START], bounds[MASKS], listed, listed + bounds[PREVIOUS] + 1)
+
+    def time(self, group) -> Any:
+        return pl.ds(self.tile * WIDTH + group * CELL, CELL)
+
+    def cells(self, x: Sources, sizes: Sizes, i) -> list:
+        """The two cells of keys of step i."""
+        found = []
+        for side in range(2):
+            at = jnp.clip(self.start + 2 * i + side, 0, sizes.cells - 1)
+            listed = x.order[self.row, sizes.route(self.head), at]
+            found.append(jnp.where(i < self.listed, listed, 2 * (self.tile + i - self.steps + 1) + side))
+        return found
+
+
+def row_vector(ref) -> jax.Array:
+    return plgpu.load(ref, layout=WGMMA.reduce(1), optimized=False)
+
+
+def spread_rows(x: jax.Array, columns: int) -> jax.Array:
+    return lax.broadcast_in_dim(x, (x.shape[0], columns), (0,))
+
+
+def spread_columns(ref, rows: int) -> jax.Array:
+    x = plgpu.load(ref, layout=WGMMA.reduce(0), optimized=False)
+    return lax.broadcast_in_dim(x, (rows, x.shape[0]), (1,))
+
+
+def load(tile: Tile, x: Sources, memory: Memory, sizes: Sizes, queries: list) -> None:
+    """The loading warpgroup: the queries' arrays [B, S, H, ..] into shared memory [2, 64, ..], then step after step."""
+    stages = memory.k.shape[0]
+    for source, target in queries:
+        for group in range(2):
+            plgpu.copy_gmem_to_smem(source(group), target.at[group], memory.queries)
+    marks = x.marks.at[tile.row, sizes.route(tile.head), :, pl.ds(tile.tile * WIDTH, WIDTH)]
+    plgpu.copy_gmem_to_smem(marks, memory.marks, memory.queries)
+
+    def step(i, _):
+        slot, cells, head = lax.rem(i, stages), tile.cells(x, sizes, i), sizes.key_head(tile.head)
+        for source, target, full, empty in (
+            (x.k, memory.k, memory.k_full, memory.k_empty),
+            (x.v, memory.v, memory.v_full, memory.v_empty),
+        ):
+
+            @pl.when(i >= stages)
+            def _(empty=empty):
+                plgpu.barrier_wait(empty.at[slot])
+
+            for side, cell in enumerate(cells):
+                keys = source.at[tile.row, pl.ds(cell * CELL, CELL), head]
+                plgpu.copy_gmem_to_smem(keys, target.at[slot, pl.ds(side * CELL, CELL)], full.at[slot])
+
+    lax.fori_loop(0, tile.steps, step, None)
+
+    def released(i, _):
+        plgpu.barrier_wait(memory.k_empty.at[lax.rem(i, stages)])
+        plgpu.barrier_wait(memory.v_empty.at[lax.rem(i, stages)])
+
+    lax.fori_loop(jnp.maximum(tile.steps - stages, 0), tile.steps, released, None)
+
+
+def over_steps(tile: Tile, memory: Memory, group, step: Callable, carry):
+    """step(i, seen, carry) for all steps; seen(): bool [64, 128], or None where the queries see all keys."""
+    shape = CELL, WIDTH
+    base = tile.tile * WIDTH
+
+    def listed(i):
+        first = row_vector(memory.marks.at[FIRST, pl.ds(group * CELL, CELL)])
+        return index(*shape, 1) + (tile.start + 2 * i) * CELL >= spread_rows(first, WIDTH)
+
+    def up_to(mark):
+        query = index(*shape, 0) + base + group * CELL
+        return query, query <= spread_columns(memory.marks.at[mark], CELL)
+
+    def own():
+        query, seen = up_to(LAST)
+        return seen & (query >= index(*shape, 1) + base)
+
+    carry = lax.fori_loop(0, tile.masks, lambda i, carry: step(i, lambda: listed(i), carry), carry)
+    carry = lax.fori_loop(tile.masks, tile.listed, lambda i, carry: step(i, None, carry), carry)
+    previous = lambda i, carry: step(i, lambda: up_to(BEFORE)[1], carry)  # noqa: E731
+    carry = lax.fori_loop(tile.listed, tile.steps - 1, previous, carry)
+    return step(tile.steps - 1, own, carry)
+
+
+def register(x: jax.Array, layout=WGMMA) -> jax.Array:
+    return plgpu.layout_cast(x, layout)
+
+
+def attend(tile: Tile, memory: Memory, q, o, log_sum, left, sizes: Sizes) -> None:
+    """A compute warpgroup: outputs [64, V] and log sums [64] of its queries, in shared memory."""
+    stages, dtype = memory.k.shape[0], o.dtype
+    group, interpret = lax.axis_index("group"), sizes.interpret
+
+    def step(i, seen, carry):
+        total_o, top, total = carry
+        slot = lax.rem(i, stages)
+        plgpu.barrier_wait(memory.k_full.at[slot])
+
+        def score(acc):
+            plgpu.wgmma(acc, q, memory.k.at[slot].T)
+            return accumulated(acc, wait_n=0)
+
+        scores = pl.run_scoped(score, plgpu.ACC((CELL, WIDTH), f32))
+        plgpu.barrier_arrive(memory.k_empty.at[slot])
+        if seen is not None:
+            scores = jnp.where(seen(), scores, MASKED)
+        largest = jnp.maximum(top, jnp.max(scores, axis=1) * LOG2E)
+        shrink = jnp.exp2(top - largest)
+        mass = jnp.exp2(scores * LOG2E - spread_rows(largest, WIDTH))
+        total = total * shrink + jnp.sum(mass, axis=1)
+        total_o = total_o * spread_rows(shrink, sizes.value_dim)
+        mass = mass.astype(dtype)
+        plgpu.barrier_wait(memory.v_full.at[slot])
+
+        def weigh(acc):
+            begin(acc, total_o, interpret)
+            plgpu.wgmma(acc, left_operand(mass, left), memory.v.at[slot])
+            return finish(acc, total_o, interpret)
+
+        total_o = pl.run_scoped(weigh, plgpu.ACC((CELL, sizes.value_dim), f32))
+        plgpu.barrier_arrive(memory.v_empty.at[slot])
+        return total_o, largest, total
+
+    start = register(jnp.zeros((CELL, sizes.value_dim), f32))
+    rows = WGMMA.reduce(1)
+    top, total = register(jnp.full((CELL,), MASKED, f32), rows), register(jnp.zeros((CELL,), f32), rows)
+    total_o, top, total = over_steps(tile, memory, group, step, (start, top, total))
+    o[...] = (total_o / spread_rows(total, sizes.value_dim)).astype(dtype)
+    log_sum[...] = top * (1 / LOG2E) + jnp.log(total)
+
+
+def launch(body, arguments, out, scratch, sizes: Sizes, grid):
+    """Run a program on a grid of heads (or key heads), tiles (or pairs of cells) and rows, with three warpgroups.
+
+    No automatic barriers: shared memory is stored to once, at the end, where nothing else reads."""
+    return plgpu.kernel(
+        body,
+        out_type=out,
+        scratch_types=scratch,
+        grid=grid,
+        grid_names=("head", "tile", "row"),
+        num_threads=3,
+        thread_name="group",
+        compiler_params=parameters(False),
+        interpret=sizes.interpret,
+    )(*arguments)
+
+
+def split(load_program: Callable, compute_program: Callable) -> None:
+    """What the three warpgroups do."""
+    group = lax.axis_index("group")
+
+    @pl.when(group == LOADER)
+    def _():
+        plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
+        load_program()
+
+    @pl.when(group != LOADER)
+    def _():
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        compute_program()
+
+
+def memory_of(sizes: Sizes, dtype, copies: int, beside: int) -> list:
+    """What `Memory` lists; copies: loads that the queries' barrier waits for; beside: bytes of other shared memory."""
+    stages = sizes.fitting(2 * WIDTH * (sizes.key_dim + sizes.value_dim), beside + 4 * 3 * WIDTH)
+    return [
+        shared(stages, WIDTH, sizes.key_dim, dtype=dtype),
+        shared(stages, WIDTH, sizes.value_dim, dtype=dtype),
+        plgpu.SMEM((3, WIDTH), jnp.int32),
+        plgpu.Barrier(num_arrivals=copies),
+        *[plgpu.Barrier(num_arrivals=2, num_barriers=stages) for _ in range(4)],
+    ]
+
+
+def forward(x: Sources, sizes: Sizes) -> tuple[jax.Array, jax.Array]:
+    """o [B, S, H, V] in the dtype of v and L [B, H, S] float32, the logarithm of a query's sum."""
+    dtype = x.v.dtype
+
+    def body(*refs):
+        sources, (o_g, log_sum_g), (q, o, log_sum), rest = Sources(*refs[:6]), refs[6:8], refs[8:11], refs[11:]
+        memory, left = Memory(*rest[:8]), rest[8:]
+        tile = Tile.here(sources, sizes)
+
+        def loads():
+            load(tile, sources, memory, sizes, [(lambda w: sources.q.at[tile.row, tile.time(w), tile.head], q)])
+
+        def compute():
+            group = lax.axis_index("group")
+            plgpu.barrier_wait(memory.queries)
+            o_here, sum_here, buffer = o.at[group], log_sum.at[group], left[0].at[group] if left else None
+            attend(tile, memory, q.at[group], o_here, sum_here, buffer, sizes)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(o_here, o_g.at[tile.row, tile.time(group), tile.head])
+            plgpu.copy_smem_to_gmem(sum_here, log_sum_g.at[tile.row, tile.head, tile.time(group)])
+            plgpu.wait_smem_to_gmem(0)
+
+        split(loads, compute)
+
+    out = [jax.ShapeDtypeStruct((*x.q.shape[:3], sizes.value_dim), dtype)]
+    out.append(jax.ShapeDtypeStruct((sizes.batch, sizes.heads, sizes.slots), f32))
+    beside = 2 * WIDTH * (sizes.key_dim + sizes.value_dim) + 4 * WIDTH
+    scratch = [
+        shared(2, CELL, sizes.key_dim, dtype=dtype),
+        shared(2, CELL, sizes.value_dim, dtype=dtype),
+        plgpu.SMEM((2, CELL), f32),
+        *memory_of(sizes, dtype, 3, beside),
+        *staging([(CELL, WIDTH)], dtype, sizes.interpret, 2),
+    ]
+    return tuple(launch(body, x, out, scratch, sizes, (sizes.heads, sizes.slots // WIDTH, sizes.batch)))
+
+
+# ---- the gradient of q ----------------------------------------------------------------------------------------------
+
+
+def query_gradient(tile: Tile, memory: Memory, q, d_o, known, left, sizes: Sizes) -> jax.Array:
+    """A compute warpgroup: dq [64, K] float32; known [2, 64]: L / ln 2 and delta of its queries."""
+    stages, dtype = memory.k.shape[0], d_o.dtype
+    group, interpret = lax.axis_index("group"), sizes.interpret
+    square = plgpu.ACC((CELL, WIDTH), f32)
+
+    def step(i, seen, total):
+        slot = lax.rem(i, stages)
+        plgpu.barrier_wait(memory.k_full.at[slot])
+        plgpu.barrier_wait(memory.v_full.at[slot])
+
+        def products(acc_scores, acc_mass):
+            plgpu.wgmma(acc_scores, q, memory.k.at[slot].T)
+            plgpu.wgmma(acc_mass, d_o, memory.v.at[slot].T)
+            scores = accumulated(acc_scores, wait_n=1) * LOG2E - spread_rows(row_vector(known.at[LOG_SUM]), WIDTH)
+            if seen is not None:
+                scores = jnp.where(seen(), scores, MASKED)
+            mass = jnp.exp2(scores)
+            change = accumulated(acc_mass, wait_n=0) - spread_rows(row_vector(known.at[DELTA]), WIDTH)
+            return (mass * change).astype(dtype)
+
+        d_scores = pl.run_scoped(products, square, square)
+        plgpu.barrier_arrive(memory.v_empty.at[slot])
+
+        def add(acc):
+            begin(acc, total, interpret)
+            plgpu.wgmma(acc, left_operand(d_scores, left), memory.k.at[slot])
+            return finish(acc, total, interpret)
+
+        total = pl.run_scoped(add, plgpu.ACC((CELL, sizes.key_dim), f32))
+        plgpu.barrier_arrive(memory.k_empty.at[slot])
+        return total
+
+    return over_steps(tile, memory, group, step, register(jnp.zeros((CELL, sizes.key_dim), f32)))
+
+
+def query_gradients(x: Sources, d_o, known, sizes: Sizes) -> jax.Array:
+    """dq [B, S, H, K] in the dtype of q; d_o [B, S, H, V]; known [B, H, 2, S] float32: L / ln 2 and delta."""
+    dtype = x.q.dtype
+
+    def body(*refs):
+        sources, (d_o_g, known_g, d_q_g), rest = Sources(*refs[:6]), refs[6:9], refs[9:]
+        (q, d_o, known), memory, left = rest[:3], Memory(*rest[3:11]), rest[11:]
+        tile = Tile.here(sources, sizes)
+
+        def loads():
+            queries = [
+                (lambda w: sources.q.at[tile.row, tile.time(w), tile.head], q),
+                (lambda w: d_o_g.at[tile.row, tile.time(w), tile.head], d_o),
+                (lambda w: known_g.at[tile.row, tile.head, :, tile.time(w)], known),
+            ]
+            load(tile, sources, memory, sizes, queries)
+
+        def compute():
+            group = lax.axis_index("group")
+            plgpu.barrier_wait(memory.queries)
+            mine = q.at[group], d_o.at[group], known.at[group], left[0].at[group] if left else None
+            q.at[group][...] = query_gradient(tile, memory, *mine, sizes).astype(dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(q.at[group], d_q_g.at[tile.row, tile.time(group), tile.head])
+            plgpu.wait_smem_to_gmem(0)
+
+        split(loads, compute)
+
+    scratch = [
+        shared(2, CELL, sizes.key_dim, dtype=dtype),
+        shared(2, CELL, sizes.value_dim, dtype=dtype),
+        plgpu.SMEM((2, 2, CELL), f32),
+        *memory_of(sizes, dtype, 7, 2 * WIDTH * (sizes.key_dim + sizes.value_dim) + 16 * CELL),
+        *staging([(CELL, WIDTH)], dtype, sizes.interpret, 2),
+    ]
+    grid = sizes.heads, sizes.slots // WIDTH, sizes.batch
+    out = [jax.ShapeDtypeStruct(x.q.shape, dtype)]
+    (d_q,) = launch(body, (*x, d_o, known), out, scratch, sizes, grid)
+    return d_q
