@@ -193,7 +193,7 @@ def test_the_mixer_trains(adopted, corpus, tmp_path):
 def test_every_loop_over_the_mixers_passes(tmp_path):
     """The guide followed to the letter in a copy of the checkout, and the tests that find the mixer by its name."""
     ignore = shutil.ignore_patterns("__pycache__", "results")
-    for name in ("efla_jax", "kernels", "configs", "experiments", "tests", "docs"):
+    for name in (".ci", "efla_jax", "kernels", "configs", "experiments", "tests", "docs"):
         shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=ignore)
     for file in (file for file in ROOT.iterdir() if file.is_file()):
         shutil.copy(file, tmp_path)
@@ -208,15 +208,15 @@ def test_every_loop_over_the_mixers_passes(tmp_path):
 
 PIQA = '{"goal": "To write, use", "sol1": "a pen.", "sol2": "a spoon.", "label": 0}\n'
 TINY = {  # instead of the values in the guides: what is small, and lies in the tests' folder
-    "suite": "--data=evals --tasks=piqa --limit=1",
+    "suite": "--run=runs/lm --data=evals --tasks=piqa --limit=1",
     "perplexity": "--data=texts --limit=2",
     "per_position": "--data=texts --length=64 --rows=1 --piece=16",
     "plot_positions": "--tables=runs/lm/per_position.csv --labels=lm",
-    "ruler": "--haystack=texts --kinds=single_2 --lengths=300 --count=1 --tokens=2",
+    "ruler": "--haystack=texts --kinds=single_1 --lengths=600 --count=1 --tokens=2",
     "cloze": "--task=synthetic_fda --count=1 --lengths=64",
     "import": "--source=my_llama --run=runs/again",
     "export": "--run=runs/my_llama --to=exported",
-    "generate": "--run=runs/my_llama --max_tokens=2",
+    "generate": "--run=runs/lm --max_tokens=2",
 }
 
 
@@ -229,7 +229,7 @@ def test_commands_do_what_is_said(name, folder, corpus, monkeypatch):
     (folder / "evals/piqa_validation.jsonl").write_text(PIQA)
     if not (folder / "texts").exists():
         shutil.copytree(corpus, folder / "texts")
-    command = next(command for _, command in ALL if f" {name} " in command or f".{name} " in command)
+    command = [command for _, command in ALL if f" {name} " in command or f".{name} " in command][-1]
     module, *words = shlex.split(command, comments=True)[2:]
     tiny = TINY[name].split()
     replaced = {word.partition("=")[0] for word in tiny}
