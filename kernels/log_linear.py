@@ -1,0 +1,425 @@
+"""Log-linear linear attention on a Hopper GPU: the program that reads, and its configs, for `ops/pallas_log_linear.py`.
+
+A block is 128 tokens. Within it all pairs are multiplied out; what is before it is read from the states of whole
+blocks, one for each set bit of the block's number (a Fenwick tree over blocks):
+
+    O = (R . w . Q K^T) U + sum over live j of c_j . Q S_j
+
+R_ti = exp(G_t - G_i) for i <= t, G the running sum of the log decays in the block; w the query's weight of the pair's
+level; c_j its weight of level 8 + j times the decay since the state's end; S_j [K, V] the sum of 2^j blocks. The states
+and the vectors are made by XLA: a state of a block is a product over its tokens, and a tree of sums over blocks is
+little work, as they are 128 times fewer than tokens. Every block is then independent of the others, so the time is as
+parallel as the heads, and a head's scores serve all the value heads and tiles that read them.
+
+A program has a block of a key head and loops over the tiles of 64 columns of V that read it. Its two compute warpgroups
+have 64 tokens each; a third one only issues loads. Channels are flat: u, o [B, T, H V], q, k [B, T, G K], states
+[B, P, H V, K]. The state of level j that ends before block b = (m + 1) 2^j, m even, is number P - (P >> j) + m / 2.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from efla_jax.kernels.mosaic import (
+    MASKED,
+    accumulated,
+    by_column,
+    by_row,
+    index,
+    left_operand,
+    parameters,
+    shared,
+    staging,
+)
+
+BLOCK, ROWS, TILE = 128, 64, 64  # tokens of a block; those of a warpgroup; columns of V
+INSIDE = BLOCK.bit_length()  # levels of the pairs inside a block
+# Rows of the gates: G / ln 2; the weights of the levels inside; the coefficients of the levels of blocks.
+SUM, WEIGHTS, READS = 0, 1, 1 + INSIDE
+KEY_DIMS, DTYPES = (64, 128), ("bfloat16", "float16")
+SHARED_MEMORY = 227 * 1024  # bytes that a program may use on a Hopper GPU
+GROUPS = 2  # compute warpgroups
+LOADER_REGISTERS, COMPUTE_REGISTERS = 24, 240  # per thread; all that there are for three warpgroups
+f32 = jnp.float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a call is cut for the GPU.
+
+    stages: tiles loaded ahead; states: states loaded ahead.
+    multiprocessors: of the GPU, each of which holds one program.
+    waves: programs wanted for each of them; with fewer, several share the tiles of a key head.
+    automatic_barriers: Mosaic's around every store to shared memory, which the program does not need."""
+
+    stages: int = 2
+    states: int = 3
+    multiprocessors: int = 132
+    waves: float = 4.0
+    automatic_barriers: bool = True
+
+
+# By device kind, K, V and dtype. Where a row lacks, SAFE serves: right on every Hopper GPU, tuned on none.
+TABLE: dict[tuple[str, int, int, str], Config] = {
+    ("NVIDIA H200", 128, 64, "bfloat16"): Config(),
+    ("NVIDIA H200", 128, 128, "bfloat16"): Config(),
+    ("NVIDIA H200", 64, 64, "bfloat16"): Config(),
+}
+SAFE = Config(states=2)
+
+
+def config_for(device_kind: str, key_dim: int, value_dim: int, dtype) -> Config:
+    """The table's row for these sizes on this device, or the safe one."""
+    return TABLE.get((device_kind, key_dim, value_dim, jnp.dtype(dtype).name), SAFE)
+
+
+def unsupported(key_dim: int, value_dim: int, dtype) -> str | None:
+    """Why the program cannot serve these sizes, or None."""
+    if jnp.dtype(dtype).name not in DTYPES:
+        return f"dtype {jnp.dtype(dtype).name}: the tensor cores' transposed operands are 16-bit ({', '.join(DTYPES)})"
+    if key_dim not in KEY_DIMS:
+        return f"K = {key_dim}: a key head has {' or '.join(map(str, KEY_DIMS))} channels"
+    if value_dim < TILE or value_dim % TILE:
+        return f"V = {value_dim}: a warpgroup has {TILE} channels of the values, so V is a multiple of {TILE}"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes of a call: B, blocks of T, G, H, K, V, the rows of its gates, the number P of states, and how many programs
+    share the tiles of a key head."""
+
+    batch: int
+    blocks: int
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    rows: int
+    states: int
+    slices: int
+
+    @property
+    def depth(self) -> int:
+        """Levels of blocks: the bits of the last block's number."""
+        return self.rows - READS
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of a program."""
+        return self.heads * self.value_dim // (TILE * self.key_heads * self.slices)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        return self.batch, self.blocks, self.key_heads * self.slices
+
+    @classmethod
+    def of(cls, k, u, gates, states, config: Config) -> "Sizes":
+        batch, time, key_heads, key_dim = k.shape
+        heads, value_dim = u.shape[2:]
+        sizes = cls(
+            batch, time // BLOCK, key_heads, heads, key_dim, value_dim, gates.shape[3], max(states.shape[1], 1), 1
+        )
+        per_key, slices = sizes.tiles, 1
+        programs = batch * sizes.blocks * key_heads
+        while per_key % (2 * slices) == 0 and 2 * slices * programs <= config.waves * config.multiprocessors:
+            slices *= 2
+        return dataclasses.replace(sizes, slices=slices)
+
+
+class Task(NamedTuple):
+    """A program: row of the batch, block, key head, which slice of its tiles."""
+
+    row: Any
+    block: Any
+    key_head: Any
+    share: Any
+    sizes: Sizes
+
+    @classmethod
+    def here(cls, sizes: Sizes) -> "Task":
+        row, block, pair = (lax.axis_index(name) for name in ("row", "block", "pair"))
+        return cls(row, block, lax.div(pair, sizes.slices), lax.rem(pair, sizes.slices), sizes)
+
+    @property
+    def time(self):
+        return pl.ds(self.block * BLOCK, BLOCK)
+
+    @property
+    def channels(self):
+        return pl.ds(self.key_head * self.sizes.key_dim, self.sizes.key_dim)
+
+    def tile(self, i):
+        return (self.key_head * self.sizes.slices + self.share) * self.sizes.tiles + i
+
+    def lanes(self, i):
+        return pl.ds(self.tile(i) * TILE, TILE)
+
+    def gates(self, i):
+        """The row of the gates [B, P H, rows, 128] for a tile."""
+        return self.block * self.sizes.heads + lax.div(self.tile(i), self.sizes.value_dim // TILE)
+
+    @property
+    def live(self):
+        """How many states the block reads: the set bits of its number."""
+        return sum(((self.block >> j) & 1 for j in range(self.sizes.depth)), jnp.int32(0))
+
+
+def lowest_level(block):
+    """The number of the lowest set bit."""
+    return 31 - lax.clz(block & -block)
+
+
+def without_lowest(block):
+    return block & (block - 1)
+
+
+def state_number(block, count: int):
+    """Where the state that ends before this block, of its lowest set bit's level, is among all."""
+    level = lowest_level(block)
+    return count - (count >> level) + (block >> (level + 1))
+
+
+class Memory(NamedTuple):
+    """Shared memory: q, k [128, K]; values [stages, u or u and dO, 128, 64]; gates [stages, rows, 128]; barriers of q
+    and k, of a stage's loads and of its release; states [ring, 64, K] and the barriers of their loads and of their
+    release, or None."""
+
+    q: Any
+    k: Any
+    values: Any
+    gates: Any
+    keys: Any
+    full: Any
+    empty: Any
+    states: Any = None
+    state_full: Any = None
+    state_empty: Any = None
+
+
+def memory_for(sizes: Sizes, config: Config, dtype, values: int, rows: int, *, states: bool, beside: int) -> list:
+    """What `Memory` lists, for so many arrays of values and rows of the gates, beside so many bytes of other memory."""
+    beside += 4 * BLOCK * sizes.key_dim + 2048  # 2048: barriers, and what starts aligned
+    tile, state = 2 * BLOCK * TILE * values + 4 * BLOCK * rows, 2 * TILE * sizes.key_dim * states
+    stages, ring = min(config.stages, sizes.tiles), config.states
+    while beside + stages * tile + ring * state > SHARED_MEMORY and max(stages, ring) > 1:
+        stages, ring = (stages, ring - 1) if ring > 2 or stages == 1 else (stages - 1, ring)
+    memory = [
+        shared(BLOCK, sizes.key_dim, dtype=dtype),
+        shared(BLOCK, sizes.key_dim, dtype=dtype),
+        shared(stages, values, BLOCK, TILE, dtype=dtype),
+        plgpu.SMEM((stages, rows, BLOCK), f32),
+        plgpu.Barrier(num_arrivals=2),
+        plgpu.Barrier(num_arrivals=1 + values, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
+    ]
+    if states:
+        memory += [
+            shared(ring, TILE, sizes.key_dim, dtype=dtype),
+            plgpu.Barrier(num_arrivals=1, num_barriers=ring),
+            plgpu.Barrier(num_arrivals=GROUPS, num_barriers=ring),
+        ]
+    return memory
+
+
+def wait_for_release(barriers, number, count: int) -> None:
+    """Before load `number` into a ring of `count`."""
+
+    @pl.when(number >= count)
+    def _():
+        plgpu.barrier_wait(barriers.at[lax.rem(number, count)])
+
+
+def drain(barriers, total, count: int) -> None:
+    """Wait until everything loaded has been used: a barrier may not end with a phase that nobody waited for."""
+
+    def released(i, _):
+        plgpu.barrier_wait(barriers.at[lax.rem(i, count)])
+
+    lax.fori_loop(lax.max(total - count, 0), total, released, None)
+
+
+class Inputs(NamedTuple):
+    """In global memory, channels flat: q, k; u, or u and dO; gates [B, P H, rows, 128]; states or None."""
+
+    q: Any
+    k: Any
+    values: tuple
+    gates: Any
+    states: Any = None
+
+
+def load(task: Task, x: Inputs, memory: Memory) -> None:
+    """The loading warpgroup: q and k once, then tile after tile, and for each the states that the block reads."""
+    stages = memory.values.shape[0]
+    plgpu.copy_gmem_to_smem(x.q.at[task.row, task.time, task.channels], memory.q, memory.keys)
+    plgpu.copy_gmem_to_smem(x.k.at[task.row, task.time, task.channels], memory.k, memory.keys)
+    live = task.live
+
+    def tile(i, _):
+        wait_for_release(memory.empty, i, stages)
+        slot = lax.rem(i, stages)
+        barrier, rows = memory.full.at[slot], pl.ds(0, memory.gates.shape[1])
+        for number, source in enumerate(x.values):
+            target = memory.values.at[slot, number]
+            plgpu.copy_gmem_to_smem(source.at[task.row, task.time, task.lanes(i)], target, barrier)
+        plgpu.copy_gmem_to_smem(x.gates.at[task.row, task.gates(i), rows], memory.gates.at[slot], barrier)
+        if x.states is None:
+            return
+
+        ring = memory.states.shape[0]
+
+        def state(m, block):
+            number = i * live + m
+            wait_for_release(memory.state_empty, number, ring)
+            place = lax.rem(number, ring)
+            source = x.states.at[task.row, state_number(block, task.sizes.states), task.lanes(i)]
+            plgpu.copy_gmem_to_smem(source, memory.states.at[place], memory.state_full.at[place])
+            return without_lowest(block)
+
+        lax.fori_loop(0, live, state, task.block)
+
+    lax.fori_loop(0, task.sizes.tiles, tile, None)
+    drain(memory.empty, jnp.int32(task.sizes.tiles), stages)
+    if x.states is not None:
+        drain(memory.state_empty, task.sizes.tiles * live, memory.states.shape[0])
+
+
+def launch(name: str, compute, arguments: Inputs, out, memory: list, scratch: list, sizes: Sizes, config, interpret):
+    """Run a program on the grid: compute(task, memory, results, scratch) by two warpgroups, `load` by a third."""
+    count, arrays = len(arguments.values), jax.tree.leaves(arguments)
+
+    def body(*refs):
+        inputs, refs = refs[: len(arrays)], refs[len(arrays) :]
+        results, refs = refs[: len(out)], refs[len(out) :]
+        q, k, *rest = inputs
+        x, group = Inputs(q, k, tuple(rest[:count]), *rest[count:]), lax.axis_index("group")
+        task, own = Task.here(sizes), Memory(*refs[: len(memory)])
+
+        @pl.when(group == GROUPS)
+        def _():
+            plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
+            load(task, x, own)
+
+        @pl.when(group < GROUPS)
+        def _():
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            compute(task, own, results, [ref.at[group] for ref in refs[len(memory) :]])
+            plgpu.wait_smem_to_gmem(0)
+
+    body.__name__ = name
+    return plgpu.kernel(
+        body,
+        out_type=out,
+        scratch_types=[*memory, *scratch],
+        grid=sizes.grid,
+        grid_names=("row", "block", "pair"),
+        num_threads=GROUPS + 1,
+        thread_name="group",
+        compiler_params=parameters(config.automatic_barriers),
+        interpret=interpret,
+    )(*arrays)
+
+
+def flat(x: jax.Array) -> jax.Array:
+    """[B, T, heads, channels] -> [B, T, heads channels]."""
+    return x.reshape(*x.shape[:2], -1)
+
+
+def rows_of(group):
+    """The tokens of a warpgroup in a block."""
+    return pl.ds(group * ROWS, ROWS)
+
+
+def pair_weights(gates, group) -> jax.Array:
+    """R . w [64, 128] float32 of a warpgroup's rows and all tokens of the block, from gates in shared memory."""
+    here = pl.ds(group * ROWS, ROWS)
+    row, column = index(ROWS, BLOCK, 0) + group * ROWS, index(ROWS, BLOCK, 1)
+    exponent = by_row(gates.at[SUM, here], BLOCK) - by_column(gates.at[SUM], ROWS)
+    apart = row ^ column
+    weight = by_row(gates.at[WEIGHTS + INSIDE - 1, here], BLOCK)
+    for level in reversed(range(INSIDE - 1)):
+        weight = jnp.where(apart < (1 << level), by_row(gates.at[WEIGHTS + level, here], BLOCK), weight)
+    return jnp.exp2(jnp.where(column <= row, exponent, MASKED)) * weight
+
+
+def key_scores(memory: Memory, group) -> jax.Array:
+    """Q K^T [64, 128] float32 of a warpgroup's rows."""
+
+    def multiply(acc):
+        plgpu.wgmma(acc, memory.q.at[pl.ds(group * ROWS, ROWS)], memory.k.T)
+        return accumulated(acc, wait_n=0)
+
+    return pl.run_scoped(multiply, plgpu.ACC((ROWS, BLOCK), f32))
+
+
+def compute(task: Task, memory: Memory, o, o_s, left) -> None:
+    """A compute warpgroup: all tiles."""
+    group, stages, live = lax.axis_index("group"), memory.values.shape[0], task.live
+    here, square = rows_of(group), plgpu.ACC((ROWS, TILE), f32)
+    plgpu.barrier_wait(memory.keys)
+    scores = key_scores(memory, group)
+
+    def tile(i, _):
+        slot = lax.rem(i, stages)
+        plgpu.barrier_wait(memory.full.at[slot])
+        gates = memory.gates.at[slot]
+        pairs = left_operand((scores * pair_weights(gates, group)).astype(o.dtype), left)
+
+        def inside(acc):
+            plgpu.wgmma(acc, pairs, memory.values.at[slot, 0])
+            return accumulated(acc, wait_n=0)
+
+        def read(m, carry):
+            total, block = carry
+            place = lax.rem(i * live + m, memory.states.shape[0])
+            plgpu.barrier_wait(memory.state_full.at[place])
+
+            def multiply(acc):
+                plgpu.wgmma(acc, memory.q.at[here], memory.states.at[place].T)
+                weight = by_row(gates.at[READS + lowest_level(block), here], TILE)
+                return total + accumulated(acc, wait_n=0) * weight
+
+            total = pl.run_scoped(multiply, square)
+            plgpu.barrier_arrive(memory.state_empty.at[place])
+            return total, without_lowest(block)
+
+        total, _ = lax.fori_loop(0, live, read, (pl.run_scoped(inside, square), task.block))
+        plgpu.barrier_arrive(memory.empty.at[slot])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        o_s[...] = total.astype(o.dtype)
+        plgpu.commit_smem()
+        target = o.at[task.row, pl.ds(task.block * BLOCK + group * ROWS, ROWS), task.lanes(i)]
+        plgpu.copy_smem_to_gmem(o_s, target)
+
+    lax.fori_loop(0, task.sizes.tiles, tile, None)
+
+
+def read_out(q, k, u, gates, states, *, config: Config, interpret=None) -> jax.Array:
+    """O [B, T, H, V] in the dtype of u.
+
+    q, k [B, T, G, K], u [B, T, H, V] of one 16-bit dtype, T a multiple of 128; gates [B, T / 128, H, rows, 128]
+    float32; states [B, P, H V, K] of that dtype, P >= 1 of them as the head of this file says."""
+    sizes, dtype = Sizes.of(k, u, gates, states, config), u.dtype
+
+    def program(task, memory, results, scratch):
+        compute(task, memory, *results, *(scratch if interpret is not None else [*scratch, None]))
+
+    o_bytes = 2 * GROUPS * ROWS * TILE
+    (o,) = launch(
+        "log_linear_read",
+        program,
+        Inputs(flat(q), flat(k), (flat(u),), gates.reshape(sizes.batch, -1, *gates.shape[3:]), states),
+        [jax.ShapeDtypeStruct(flat(u).shape, dtype)],
+        memory_for(sizes, config, dtype, 1, sizes.rows, states=True, beside=o_bytes),
+        [shared(GROUPS, ROWS, TILE, dtype=dtype), *staging([(ROWS, BLOCK)], dtype, interpret, GROUPS)],
+        sizes,
+        config,
+        interpret,
+    )
+    return o.reshape(u.shape)
