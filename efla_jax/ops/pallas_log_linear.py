@@ -169,21 +169,22 @@ def state_gradients(q, d_o, coefficients, states) -> jax.Array:
 def prepared(f: Fenwick) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(gates and states for the kernel, states [B, H, L, K, V] behind the last token) of rows that begin at 0."""
     x, (batch, time, heads, value_dim) = f.x, f.x.u.shape
-    whole, count, key_heads = time // BLOCK, -(-time // BLOCK), x.k.shape[2]
-    k, u, g = (in_blocks(a, whole + 1) for a in (x.k, x.u, jnp.maximum(x.log_decay, FORGET)))
-    g = jnp.moveaxis(g, 2, 3)
+    whole, count, (key_heads, key_dim) = time // BLOCK, -(-time // BLOCK), x.k.shape[2:]
+    g = jnp.moveaxis(in_blocks(jnp.maximum(x.log_decay, FORGET), whole + 1), 2, 3)
     total, behind = summed(g, np.tri(BLOCK)), summed(g, np.triu(np.ones((BLOCK, BLOCK)), 1))
     sums = total[:, :whole, :, -1]
     since = since_states(sums)
-    states = block_states(k[:, :whole], u[:, :whole], behind[:, :whole])
-    tree = fenwick_tree(states, sums.reshape(batch, whole, key_heads, heads // key_heads))
-    flat = [level.astype(u.dtype).reshape(batch, -1, heads * value_dim, k.shape[4]) for level in tree]
-    placed = jnp.concatenate(flat, axis=1) if flat else jnp.zeros((batch, 1, heads * value_dim, k.shape[4]), u.dtype)
-    depth = (count - 1).bit_length()
-    weights = in_blocks(f.level_weights, count)
+    k, u = (in_blocks(a[:, : whole * BLOCK], whole) for a in (x.k, x.u))  # no copy where there is no open block
+    tree = fenwick_tree(
+        block_states(k, u, behind[:, :whole]), sums.reshape(batch, whole, key_heads, heads // key_heads)
+    )
+    flat = [level.astype(u.dtype).reshape(batch, -1, heads * value_dim, key_dim) for level in tree]
+    placed = jnp.concatenate(flat, axis=1) if flat else jnp.zeros((batch, 1, heads * value_dim, key_dim), u.dtype)
+    weights, depth = in_blocks(f.level_weights, count), (count - 1).bit_length()
     gates = gate_rows(total[:, :count], weights, [level[:, :count] for level in since[:depth]])
     final = [level[:, whole] + g[:, whole, :, 0] for level in since]
-    states = last_states(tree, final, k[:, whole], u[:, whole], behind[:, whole], time, f.level_weights.shape[3])
+    k, u = (in_blocks(a[:, whole * BLOCK :], 1)[:, 0] for a in (x.k, x.u))
+    states = last_states(tree, final, k, u, behind[:, whole], time, f.level_weights.shape[3])
     return gates, placed, states
 
 
