@@ -23,9 +23,10 @@ DTYPES = ("bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """stages: steps of keys (or queries) that are loaded ahead, where shared memory holds them."""
+    """stages: steps of keys that are loaded ahead, where shared memory holds them; query_stages: of queries."""
 
     stages: int = 2
+    query_stages: int = 4
 
 
 SAFE = Config()
@@ -38,8 +39,7 @@ class Seen(NamedTuple):
     bounds [B, R, S / 128, 4]   of a tile of 128 queries: where in the list its first pair of cells is (-1: the pair's
                       first cell does not count), how many pairs need a mask, how many pairs there are, and 1 if a chunk
                       goes on from the tile before
-    marks [B, R, 3, S]   of a slot as a query: the first place in the list, 64 a cell, that it sees; of a slot as a key:
-                      the last slot that sees it; that without the list, of the key 128 slots before
+    marks [B, R, 2, S]   the last slot that sees a slot's key; the same as if it were not in the list
     pairs [B, R, P, 6]   pairs of cells of keys for their gradients (-1: none), each cell in one pair, and two runs of
                       cells of queries that see any of them: (cell, cell, begin, count, begin, count)"""
 
@@ -80,7 +80,8 @@ def backward(q, k, v, seen: Seen, o, log_sum, d_o, d_log_sum, *, config: Config,
     delta = jnp.einsum("bshv,bshv->bhs", d_o, o, preferred_element_type=jnp.float32) - d_log_sum
     known = jnp.stack([log_sum * math.log2(math.e), delta], axis=2)
     d_q = programs.query_gradients(Sources(q, k, v, *seen[:3]), d_o, known, sizes)
-    d_k, d_v, factors = key_programs.gradients(key_programs.Sources(q, k, v, d_o, known, seen.marks, seen.pairs), sizes)
+    arguments = key_programs.Sources(q, k, v, d_o, known, seen.marks, seen.pairs)
+    d_k, d_v, factors = key_programs.gradients(arguments, dataclasses.replace(sizes, stages=config.query_stages))
     factors = factors.reshape(sizes.batch, sizes.routes, -1, sizes.cells, CELL)
     return d_q, of_key_heads(d_k, k), of_key_heads(d_v, v), jnp.sum(factors, axis=(2, 4))
 

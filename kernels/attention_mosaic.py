@@ -9,7 +9,7 @@ warpgroup each, and takes 128 keys a step:
     own       the tile itself; it comes last, so that no row has an empty sum and what masked steps left is forgotten
 
 so that its work follows the list. One more warpgroup only issues loads. The running maximum and sum of the softmax are
-kept for base 2. The keys that a query sees are told by three numbers, see `attention.Seen`.
+kept for base 2. A key says which is the last slot that sees it, see `attention.Seen`.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ from efla_jax.kernels.mosaic import (
 
 CELL = 64
 WIDTH = 2 * CELL  # queries of a program, and keys of a step
-FIRST, LAST, BEFORE = range(3)  # rows of the marks
+LAST, LAST_OWN = range(2)  # rows of the marks
 START, MASKS, STEPS, PREVIOUS = range(4)  # of the bounds
 LOG_SUM, DELTA = range(2)  # rows of what the backward knows of a query
 LOADER, LOADER_REGISTERS, COMPUTE_REGISTERS = 2, 24, 240  # the third warpgroup; registers of a thread
@@ -77,7 +77,7 @@ class Sizes:
 
 
 class Sources(NamedTuple):
-    """q [B, S, H, K], k [B, S, G, K], v [B, S, G, V]; order [B, R, M], bounds [B, R, S / 128, 4], marks [B, R, 3, S]
+    """q [B, S, H, K], k [B, S, G, K], v [B, S, G, V]; order [B, R, M], bounds [B, R, S / 128, 4], marks [B, R, 2, S]
     int32, see `attention.Seen`."""
 
     q: Any
@@ -89,12 +89,12 @@ class Sources(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Shared memory: k [stages, 128, K], v [stages, 128, V]; marks [3, 128]; the barriers of the queries, and of loads
-    and releases of k and v."""
+    """Shared memory: k [stages, 128, K], v [stages, 128, V], last [stages, 128] int32; the barriers of the queries, and
+    of loads and releases of k (and last) and of v."""
 
     k: Any
     v: Any
-    marks: Any
+    last: Any
     queries: Any
     k_full: Any
     v_full: Any
@@ -153,14 +153,15 @@ def load(tile: Tile, x: Sources, memory: Memory, sizes: Sizes, queries: list) ->
     for source, target in queries:
         for group in range(2):
             plgpu.copy_gmem_to_smem(source(group), target.at[group], memory.queries)
-    marks = x.marks.at[tile.row, sizes.route(tile.head), :, pl.ds(tile.tile * WIDTH, WIDTH)]
-    plgpu.copy_gmem_to_smem(marks, memory.marks, memory.queries)
+    head, route = sizes.key_head(tile.head), sizes.route(tile.head)
 
     def step(i, _):
-        slot, cells, head = lax.rem(i, stages), tile.cells(x, sizes, i), sizes.key_head(tile.head)
-        for source, target, full, empty in (
-            (x.k, memory.k, memory.k_full, memory.k_empty),
-            (x.v, memory.v, memory.v_full, memory.v_empty),
+        slot, cells = lax.rem(i, stages), tile.cells(x, sizes, i)
+        previous = (i >= tile.listed) & (i < tile.steps - 1)
+        marks = x.marks.at[tile.row, route, jnp.where(previous, LAST_OWN, LAST)]
+        for pairs, full, empty in (
+            (((x.k.at[tile.row, :, head], memory.k), (marks, memory.last)), memory.k_full, memory.k_empty),
+            (((x.v.at[tile.row, :, head], memory.v),), memory.v_full, memory.v_empty),
         ):
 
             @pl.when(i >= stages)
@@ -168,8 +169,9 @@ def load(tile: Tile, x: Sources, memory: Memory, sizes: Sizes, queries: list) ->
                 plgpu.barrier_wait(empty.at[slot])
 
             for side, cell in enumerate(cells):
-                keys = source.at[tile.row, pl.ds(cell * CELL, CELL), head]
-                plgpu.copy_gmem_to_smem(keys, target.at[slot, pl.ds(side * CELL, CELL)], full.at[slot])
+                for source, target in pairs:
+                    there = target.at[slot, pl.ds(side * CELL, CELL)]
+                    plgpu.copy_gmem_to_smem(source.at[pl.ds(cell * CELL, CELL)], there, full.at[slot])
 
     lax.fori_loop(0, tile.steps, step, None)
 
@@ -185,23 +187,22 @@ def over_steps(tile: Tile, memory: Memory, group, step: Callable, carry):
     shape = CELL, WIDTH
     base = tile.tile * WIDTH
 
-    def listed(i):
-        first = row_vector(memory.marks.at[FIRST, pl.ds(group * CELL, CELL)])
-        return index(*shape, 1) + (tile.start + 2 * i) * CELL >= spread_rows(first, WIDTH)
+    def seen(i):
+        """Keys that are seen up to the queries or beyond them; there is no cell before the list's first one."""
+        last = spread_columns(memory.last.at[lax.rem(i, memory.k.shape[0])], CELL)
+        there = index(*shape, 1) + (tile.start + 2 * i) * CELL >= 0
+        return (index(*shape, 0) + base + group * CELL <= last) & there
 
-    def up_to(mark):
-        query = index(*shape, 0) + base + group * CELL
-        return query, query <= spread_columns(memory.marks.at[mark], CELL)
+    def own(i):
+        return seen(i) & (index(*shape, 0) + group * CELL >= index(*shape, 1))
 
-    def own():
-        query, seen = up_to(LAST)
-        return seen & (query >= index(*shape, 1) + base)
+    def masked(i, carry):
+        return step(i, lambda: seen(i), carry)
 
-    carry = lax.fori_loop(0, tile.masks, lambda i, carry: step(i, lambda: listed(i), carry), carry)
+    carry = lax.fori_loop(0, tile.masks, masked, carry)
     carry = lax.fori_loop(tile.masks, tile.listed, lambda i, carry: step(i, None, carry), carry)
-    previous = lambda i, carry: step(i, lambda: up_to(BEFORE)[1], carry)  # noqa: E731
-    carry = lax.fori_loop(tile.listed, tile.steps - 1, previous, carry)
-    return step(tile.steps - 1, own, carry)
+    carry = lax.fori_loop(tile.listed, tile.steps - 1, masked, carry)
+    return step(tile.steps - 1, lambda: own(tile.steps - 1), carry)
 
 
 def register(x: jax.Array, layout=WGMMA) -> jax.Array:
@@ -223,9 +224,9 @@ def attend(tile: Tile, memory: Memory, q, o, log_sum, left, sizes: Sizes) -> Non
             return accumulated(acc, wait_n=0)
 
         scores = pl.run_scoped(score, plgpu.ACC((CELL, WIDTH), f32))
-        plgpu.barrier_arrive(memory.k_empty.at[slot])
         if seen is not None:
             scores = jnp.where(seen(), scores, MASKED)
+        plgpu.barrier_arrive(memory.k_empty.at[slot])
         largest = jnp.maximum(top, jnp.max(scores, axis=1) * LOG2E)
         shrink = jnp.exp2(top - largest)
         mass = jnp.exp2(scores * LOG2E - spread_rows(largest, WIDTH))
@@ -285,13 +286,13 @@ def split(load_program: Callable, compute_program: Callable) -> None:
 
 def memory_of(sizes: Sizes, dtype, copies: int, beside: int) -> list:
     """What `Memory` lists; copies: loads that the queries' barrier waits for; beside: bytes of other shared memory."""
-    stages = sizes.fitting(2 * WIDTH * (sizes.key_dim + sizes.value_dim), beside + 4 * 3 * WIDTH)
+    stages = sizes.fitting(2 * WIDTH * (sizes.key_dim + sizes.value_dim) + 4 * WIDTH, beside)
     return [
         shared(stages, WIDTH, sizes.key_dim, dtype=dtype),
         shared(stages, WIDTH, sizes.value_dim, dtype=dtype),
-        plgpu.SMEM((3, WIDTH), jnp.int32),
+        plgpu.SMEM((stages, WIDTH), jnp.int32),
         plgpu.Barrier(num_arrivals=copies),
-        *[plgpu.Barrier(num_arrivals=2, num_barriers=stages) for _ in range(4)],
+        *[plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages) for arrivals in (4, 2, 2, 2)],
     ]
 
 
@@ -326,7 +327,7 @@ def forward(x: Sources, sizes: Sizes) -> tuple[jax.Array, jax.Array]:
         shared(2, CELL, sizes.key_dim, dtype=dtype),
         shared(2, CELL, sizes.value_dim, dtype=dtype),
         plgpu.SMEM((2, CELL), f32),
-        *memory_of(sizes, dtype, 3, beside),
+        *memory_of(sizes, dtype, 2, beside),
         *staging([(CELL, WIDTH)], dtype, sizes.interpret, 2),
     ]
     return tuple(launch(body, x, out, scratch, sizes, (sizes.heads, sizes.slots // WIDTH, sizes.batch)))
@@ -403,7 +404,7 @@ def query_gradients(x: Sources, d_o, known, sizes: Sizes) -> jax.Array:
         shared(2, CELL, sizes.key_dim, dtype=dtype),
         shared(2, CELL, sizes.value_dim, dtype=dtype),
         plgpu.SMEM((2, 2, CELL), f32),
-        *memory_of(sizes, dtype, 7, 2 * WIDTH * (sizes.key_dim + sizes.value_dim) + 16 * CELL),
+        *memory_of(sizes, dtype, 6, 2 * WIDTH * (sizes.key_dim + sizes.value_dim) + 16 * CELL),
         *staging([(CELL, WIDTH)], dtype, sizes.interpret, 2),
     ]
     grid = sizes.heads, sizes.slots // WIDTH, sizes.batch

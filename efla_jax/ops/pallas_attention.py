@@ -6,7 +6,7 @@ kernels need a gradient of their own.
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ from jax import lax
 from efla_jax.ops.block_sparse_tiles import Places, Plan
 from efla_jax.ops.document_chunks import placed
 from efla_jax.ops.pallas import require_hopper
-from efla_jax.ops.segments import permute_time, real_first
 
 CELL, WIDTH = 64, 128  # slots of a cell, and of a kernel's tile
 
@@ -59,56 +58,92 @@ def ends(number: jax.Array, real: jax.Array) -> jax.Array:
     return jnp.where(real, last, slot).astype(jnp.int32)
 
 
-def who_sees_whom(document, chunk, real, picked=None) -> Any:
-    """`kernels.attention.Seen` of rows [B, S] of slots: document and chunk do not fall along the real slots; picked
-    [B, R, M] bool: cells, each with one full chunk, that later queries see. Without it every query sees its document,
-    and chunk is not read."""
+class Rows(NamedTuple):
+    """[B, S] int32 of slots: where its document began, where that and its chunk end (the slot itself for padding), and
+    bool: padding that has a slot of its document behind it."""
+
+    began: jax.Array
+    document_end: jax.Array
+    chunk_end: jax.Array
+    gap: jax.Array
+
+
+def rows_of(document, chunk, real) -> Rows:
+    """Of any rows; the numbers of documents and chunks do not fall along the real slots."""
+    held = lax.cummax(jnp.where(real, document, 0), axis=1)
+    slot = jnp.arange(real.shape[1], dtype=jnp.int32)
+    began = jnp.where(jnp.pad(held[:, 1:] != held[:, :-1], ((0, 0), (1, 0))), slot, 0)
+    gap = ~real & (slot < jnp.max(jnp.where(real, slot, -1), axis=1, keepdims=True))
+    return Rows(lax.cummax(began, axis=1), ends(document, real), ends(chunk, real), gap)
+
+
+def one_document(batch: int, slots: int) -> Rows:
+    """Of rows with one document from their first slot on, in whole chunks. What fills the row up sees it, unseen."""
+    slot = jnp.arange(slots, dtype=jnp.int32)
+    fields = jnp.zeros_like(slot), jnp.full_like(slot, slots - 1), slot // CELL * CELL + CELL - 1, slot < 0
+    return Rows(*(jnp.broadcast_to(x, (batch, slots)) for x in fields))
+
+
+def who_sees_whom(rows: Rows, picked=None) -> Any:
+    """`kernels.attention.Seen`; picked [B, R, M] bool: cells, each with one full chunk and no gaps, that later queries
+    see. Without it every query sees its document."""
     from efla_jax.kernels.attention import Seen
 
-    batch, slots = real.shape
-    every = picked is None
+    batch, slots = rows.began.shape
+    count = slots // CELL
+    own = jnp.minimum(rows.chunk_end, rows.document_end)[:, None]
     if picked is None:
-        picked = jnp.ones((batch, 1, slots // CELL), bool)
-    routes, count = picked.shape[1:]
-    rank = jnp.cumsum(picked, axis=2, dtype=jnp.int32) - picked
-    # The document in force at every slot, and the slot where it began.
-    held = lax.cummax(jnp.where(real, document, 0), axis=1)
-    began = jnp.where(jnp.pad(held[:, 1:] != held[:, :-1], ((0, 0), (1, 0))), jnp.arange(slots), 0)
-    began = lax.cummax(began, axis=1)[:, None].astype(jnp.int32)
-    if every:
-        first, last = began, ends(document, real)[:, None]
-        before = jnp.full_like(last, -1)
+        rank = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (batch, 1, count))
+        last, own, order, pairs = (
+            rows.document_end[:, None],
+            jnp.full_like(own, -1),
+            rank,
+            rank.reshape(batch, 1, -1, 2),
+        )
     else:
-        first = CELL * jnp.take_along_axis(rank, began // CELL, axis=2)
-        own = ends(chunk, real)[:, None]
-        last = jnp.where(jnp.repeat(picked, CELL, axis=2), ends(document, real)[:, None], own)
-        before = jnp.pad(own[..., :-WIDTH], ((0, 0), (0, 0), (WIDTH, 0)), constant_values=-1)
-    marks = jnp.stack([jnp.broadcast_to(x, (batch, routes, slots)) for x in (first, last, before)], axis=2)
-    order = placed(jnp.where(picked, rank, count + jnp.arange(count)).reshape(-1, count), count)
-    return Seen(order.reshape(picked.shape), bounds_of(marks, rank), marks, pairs_of(picked, rank, marks[:, :, 1]))
+        rank = jnp.cumsum(picked, axis=2, dtype=jnp.int32) - picked
+        rows = rows._replace(gap=jnp.zeros_like(rows.gap))
+        last = jnp.where(jnp.repeat(picked, CELL, axis=2), rows.document_end[:, None], own)
+        order = placed(jnp.where(picked, rank, count + jnp.arange(count)).reshape(-1, count), count)
+        order, pairs = order.reshape(picked.shape), paired(picked, rank)
+    marks = jnp.stack([last, jnp.broadcast_to(own, last.shape)], axis=2)
+    return Seen(order, bounds_of(rows, marks, rank), marks, runs_of(pairs, last))
 
 
-def bounds_of(marks: jax.Array, rank: jax.Array) -> jax.Array:
-    """`Seen.bounds`."""
-    first, _, before = (marks[:, :, i] for i in range(3))
+def bounds_of(rows: Rows, marks: jax.Array, rank: jax.Array) -> jax.Array:
+    """`Seen.bounds`; rank [B, R, M]: how many cells of the list lie before each."""
+
+    def before(slots):  # [B, tiles] -> [B, R, tiles]: how many cells of the list lie before those of the slots
+        return jnp.take_along_axis(rank, slots[:, None] // CELL, axis=2)
+
     end = rank[..., ::2]
-    pairs = (jnp.maximum(end - first[..., ::WIDTH] // CELL, 0) + 1) // 2
+    pairs = (jnp.maximum(end - before(rows.began[:, ::WIDTH]), 0) + 1) // 2
     start = end - 2 * pairs
-    masks = jnp.clip(-((start * CELL - first[..., WIDTH - 1 :: WIDTH]) // WIDTH), 0, pairs)
-    reached = jnp.max(before.reshape(*end.shape, WIDTH), axis=3) >= WIDTH * jnp.arange(end.shape[2])
+    # The last query's document decides: its cells are seen by all, unless it began inside a cell.
+    later = rows.began[:, WIDTH - 1 :: WIDTH]
+    masks = jnp.clip((before(later) + (later % CELL != 0)[:, None] - start + 1) // 2, 0, pairs)
+    gap = jnp.any(rows.gap.reshape(rows.gap.shape[0], -1, WIDTH), axis=2)
+    gaps = jnp.cumsum(gap, axis=1, dtype=jnp.int32) - gap
+    gaps = gaps > jnp.take_along_axis(gaps, rows.began[:, ::WIDTH] // WIDTH, axis=1)
+    masks = jnp.where(gaps[:, None], pairs, masks)
+    reach = jnp.max(marks[:, :, 1].reshape(*end.shape, WIDTH), axis=3)
+    reached = jnp.pad(reach[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=-1) >= WIDTH * jnp.arange(end.shape[2])
     return jnp.stack([start, masks, pairs, reached.astype(jnp.int32)], axis=3)
 
 
-def pairs_of(picked: jax.Array, rank: jax.Array, last: jax.Array) -> jax.Array:
-    """`Seen.pairs`: cells of the list with each other, then the others."""
+def paired(picked: jax.Array, rank: jax.Array) -> jax.Array:
+    """[B, R, P, 2]: cells of the list with each other, then the others; -1 where a cell has none."""
     count = picked.shape[2]
-    cell = jnp.arange(count)
     listed = jnp.sum(picked, axis=2, keepdims=True)
-    target = jnp.where(picked, rank, listed + listed % 2 + cell - rank).reshape(-1, count)
-    cells = placed(target, count + 2).reshape(*picked.shape[:2], -1, 2)
-    reach = jnp.max(last.reshape(*picked.shape, CELL), axis=3) // CELL
-    reach = jnp.take_along_axis(reach, jnp.maximum(cells, 0).reshape(*picked.shape[:2], -1), axis=2)
-    reach = jnp.where(cells >= 0, reach.reshape(cells.shape), -1)
+    target = jnp.where(picked, rank, listed + listed % 2 + jnp.arange(count) - rank)
+    return placed(target.reshape(-1, count), count + 2).reshape(*picked.shape[:2], -1, 2)
+
+
+def runs_of(cells: jax.Array, last: jax.Array) -> jax.Array:
+    """`Seen.pairs` of pairs of cells [B, R, P, 2], last [B, R, S]."""
+    reach = jnp.max(last.reshape(*last.shape[:2], -1, CELL), axis=3) // CELL
+    flat = jnp.maximum(cells, 0).reshape(*cells.shape[:2], -1)
+    reach = jnp.where(cells >= 0, jnp.take_along_axis(reach, flat, axis=2).reshape(cells.shape), -1)
     (one, two), (to_one, to_two) = (jnp.moveaxis(x, 3, 0) for x in (cells, reach))
     begin = jnp.maximum(two, to_one + 1)
     runs = one, jnp.where(one >= 0, to_one - one + 1, 0), begin, jnp.where(two >= 0, to_two - begin + 1, 0)
@@ -143,14 +178,14 @@ def block_sparse(plan: Plan, q, k, v, chosen, places: Places, config=None, inter
     if plan.size != CELL or plan.counterfactual:
         raise NotImplementedError(f"{op}: the GPU kernels have chunks of {CELL} and no counterfactual gradients")
     require(op, q, k, v, interpret)
-    slots, cells = q.shape[1], -(-q.shape[1] // WIDTH) * WIDTH // CELL
+    from efla_jax.kernels import attention as kernel
+
+    slots = q.shape[1]
     q, k, v, document, chunk = map(filled, (q, k, v, places.document, places.chunk))
     chosen = jnp.moveaxis(filled(chosen, 1, 2), 2, 1)
     picked = (chosen > 0.5) & filled(places.full, 1, 2)[:, None]
-    assert picked.shape[2] == cells
-    from efla_jax.kernels import attention as kernel
-
-    seen = who_sees_whom(document, chunk, document > 0, picked)
+    rows = rows_of(document, chunk, document > 0) if plan.packed else one_document(*document.shape)
+    seen = who_sees_whom(rows, picked)
     o, log_sum = solve(q, k, v, chosen, seen, config or kernel.SAFE, interpret)
     return o[:, :slots], log_sum[:, :, :slots].swapaxes(1, 2)
 
@@ -165,15 +200,13 @@ def softmax(q, k, v, document, cache, start=0, config=None, interpret=None) -> j
 
     if math.prod(q.shape) == 0:
         return jnp.zeros((*q.shape[:3], v.shape[3]), v.dtype)
-    batch, time = q.shape[:2]
-    real = jnp.ones((batch, time), bool) if document is None else document >= 0
-    number = jnp.ones((batch, time), jnp.int32) if document is None else document + 1
-    if document is not None:  # padding inside of a document would be seen by the rest of it
-        order, inverse = real_first(real)
-        q, k, v = (permute_time(x, order, inverse) for x in (q, k, v))
-        real, number = (jnp.take_along_axis(x, order, axis=1) for x in (real, number))
-    q, k, v, real, number = map(filled, (q, k, v, real, number))
-    seen = who_sees_whom(number, None, real)
+    time = q.shape[1]
+    q, k, v = map(filled, (q, k, v))
+    if document is None:
+        rows = one_document(*q.shape[:2])
+    else:
+        number = filled(document + 1)
+        rows = rows_of(number, number, number > 0)
+    seen = who_sees_whom(rows)
     factor = jnp.ones(seen.order.shape, jnp.float32)
-    o = solve(q, k, v, factor, seen, config or kernel.SAFE, interpret)[0][:, :time]
-    return o if document is None else permute_time(o, inverse, order)
+    return solve(q, k, v, factor, seen, config or kernel.SAFE, interpret)[0][:, :time]
