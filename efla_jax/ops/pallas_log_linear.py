@@ -15,6 +15,7 @@ from jax import lax
 
 from efla_jax.ops.chunked import FORGET, product
 from efla_jax.ops.fenwick import Fenwick, states_of
+from efla_jax.ops.fenwick_tree import times
 from efla_jax.ops.pallas import require_hopper, require_one_dtype
 
 BLOCK = 128  # tokens of a block of the kernel
@@ -41,7 +42,7 @@ def block_states(k: jax.Array, u: jax.Array, behind: jax.Array) -> jax.Array:
     fading = (u * jnp.exp(jnp.moveaxis(behind, 2, 3))[..., None]).astype(u.dtype)
     groups, (heads, value_dim) = k.shape[3], u.shape[3:]
     fading = fading.reshape(*u.shape[:3], groups, heads // groups, value_dim)
-    return product("bncgk,bncgrv->bngrvk", k, fading)
+    return times(u.dtype, "bncgrv,bncgk->bngrvk", fading, k)
 
 
 def fenwick_tree(states: jax.Array, sums: jax.Array) -> list[jax.Array]:
@@ -159,7 +160,7 @@ def state_gradients(q, d_o, coefficients, states) -> jax.Array:
         scaled = (weight * readers(d_o)).astype(d_o.dtype)
         scaled = scaled.reshape(batch, runs, length * BLOCK, key_heads, heads // key_heads, value_dim)
         queries = readers(q).reshape(batch, runs, length * BLOCK, key_heads, key_dim)
-        found.append(product("bntgk,bntgrv->bngrvk", queries, scaled).astype(states.dtype))
+        found.append(product("bntgrv,bntgk->bngrvk", scaled, queries).astype(states.dtype))
     found = [x.reshape(batch, -1, heads * value_dim, key_dim) for x in found]
     unread = total - sum(x.shape[1] for x in found)
     return jnp.concatenate([*found, jnp.zeros_like(states[:, :unread])], axis=1)
