@@ -141,14 +141,15 @@ def query_pairs(memory: Memory, slot, sums, group, own: bool) -> jax.Array:
 
 def query_gradients(task: Task, memory: Memory, d_q, sums_g, sums, left, interpret) -> None:
     """A compute warpgroup of `queries`: all tiles."""
-    group, stages, live, key_dim = lax.axis_index("group"), memory.values.shape[0], task.live, task.sizes.key_dim
-    here = rows_of(group)
+    number, stages, live, key_dim = lax.axis_index("group"), memory.values.shape[0], task.live, task.sizes.key_dim
     wide = plgpu.ACC((ROWS, key_dim), f32)
     plgpu.barrier_wait(memory.keys)
 
     def tile(i, total):
         slot = lax.rem(i, stages)
         plgpu.barrier_wait(memory.full.at[slot])
+        group = number + zero_of(memory.gates.at[slot])
+        here = rows_of(group)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for own in (True, False):
             pairs = query_pairs(memory, slot, sums, group, own)
@@ -177,12 +178,12 @@ def query_gradients(task: Task, memory: Memory, d_q, sums_g, sums, left, interpr
         plgpu.barrier_arrive(memory.empty.at[slot])
         plgpu.commit_smem()
         row = task.block * (task.sizes.heads * task.sizes.value_dim // TILE) + task.tile(i)
-        plgpu.copy_smem_to_gmem(sums, sums_g.at[task.row, row, :, here])
+        plgpu.copy_smem_to_gmem(sums, sums_g.at[task.row, row, :, rows_of(number)])
         return total
 
     zero = plgpu.layout_cast(jnp.zeros((ROWS, key_dim), f32), WGMMA)
     total = lax.fori_loop(0, task.sizes.tiles, tile, zero)
-    time = pl.ds(task.block * BLOCK + group * ROWS, ROWS)
+    time = pl.ds(task.block * BLOCK + number * ROWS, ROWS)
     d_q[task.share, task.row, time, task.channels] = total.astype(d_q.dtype)
 
 
