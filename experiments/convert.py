@@ -320,13 +320,20 @@ def export_run(chosen: argparse.Namespace) -> None:
     print(f"exported {family.name}: {count:,} numbers, {len(layout.tensors)} tensors, mostly {usual}\nto: {chosen.to}")
 
 
+def existing(word: str) -> pathlib.Path:
+    """A path that is there: said before anything is converted."""
+    if not pathlib.Path(word).exists():
+        raise argparse.ArgumentTypeError(f"{word}: neither a file nor a folder")
+    return pathlib.Path(word)
+
+
 def parser() -> argparse.ArgumentParser:
     """Of both commands, each with what it runs as `command`."""
     shared = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     shared.add_argument("--run", type=pathlib.Path, required=True, help="folder of the run, or of a step to export")
     shared.add_argument("--family", default="", help=f"one of {', '.join(FAMILIES)}; else as the config says")
     shared.add_argument("--dtype", default="", choices=("", *PRODUCTS), help="of products (import), tensors (export)")
-    shared.add_argument("--tokenizer", type=pathlib.Path, help="file, or folder of files, to carry along")
+    shared.add_argument("--tokenizer", type=existing, help="file, or folder of files, to carry along")
     for name, value in (("tie", True), ("untie", False)):
         shared.add_argument(f"--{name}", dest="tie", action="store_const", const=value, help="embeddings and head")
     whole = argparse.ArgumentParser(allow_abbrev=False, prog="python -m experiments.convert")

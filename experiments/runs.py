@@ -25,7 +25,11 @@ def recorded(path: pathlib.Path, flag: str) -> tuple[pathlib.Path, dict]:
     folder = next((f for f in (path, *path.absolute().parents[:2]) if (f / "config.json").is_file()), None)
     if folder is None:
         raise ValueError(f"--{flag}={path}: no config.json there; give a run's folder, or one of its steps.")
-    return folder, tuples(json.loads((folder / "config.json").read_text()))
+    config = tuples(json.loads((folder / "config.json").read_text()))
+    if "data" not in config:
+        raise ValueError(f"--{flag}={path}: the config.json there is of no run of experiments.train. Is it a model of"
+                         " another library? python -m experiments.convert import first.")  # fmt: skip
+    return folder, config
 
 
 def scored_params(path: pathlib.Path, config: Mapping[str, Any], model) -> tuple[Any, str]:

@@ -688,3 +688,17 @@ def test_names_on_the_hub_are_fetched(tmp_path, monkeypatch):
         exchange("import", tmp_path / "other", source="who/else")
 
 
+
+
+def test_a_folder_of_another_library_is_no_run(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match="python -m experiments.convert import first"):
+        runs.recorded(tmp_path, "run")
+
+
+def test_a_tokenizer_that_is_not_there_is_said_before_anything_is_written(tmp_path, capsys):
+    words = ["import", f"--source={tmp_path}", f"--run={tmp_path / 'run'}", "--tokenizer=no_such_file"]
+    with pytest.raises(SystemExit):
+        convert.main(words)
+    assert "--tokenizer: no_such_file: neither a file nor a folder" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = (".ci", "efla_jax", "kernels", "experiments", "configs", "tests")
+FOLDERS = (".ci", "efla_jax", "kernels", "experiments", "configs", "docs", "tests")
 
 INSTALL = ("-m", "pip", "install", "-qq", "--no-deps", "--no-index")
 EDITABLE = """
