@@ -23,11 +23,17 @@ from tests.cases import recurrence_case  # noqa: E402
 from tests.lowering import lower_cuda, mosaic_calls  # noqa: E402
 from tests.oracle import fenwick_and_gradients, relative_rms  # noqa: E402
 
-INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
+# JAX_PLATFORMS=cuda,cpu runs the same comparisons on a Hopper GPU, by the programs themselves.
+ON_GPU = os.environ.get("JAX_PLATFORMS", "").startswith("cuda")
+INTERPRET = None if ON_GPU else plgpu.InterpretGPUParams(detect_races=True)
 NAMES = ("o", "states", "dq", "dk", "du", "dlog_decay", "dlevel_weights")
 # As for the flat operator: the same operands rounded to bfloat16 as in the chunked form, in another order. dk and du
 # are sums of two gradients in bfloat16, one of pairs and one of states, half of 2^-8 / sqrt(3) each.
 FLOOR, RATIO = 2.9e-3, 1.2
+# With no decay products of states and their cotangents are most of dlog_decay. Both are kept in bfloat16, and the
+# cotangents rounded once more as an operand, each by half of 2^-8 / sqrt(3) times 1.4 = 1.6e-3: 2.7e-3 together, beside
+# the 2.4e-3 of all the rest. The chunked form keeps float32.
+FLOORS = dict.fromkeys(NAMES, FLOOR) | {"dlog_decay": 3.8e-3}
 FLOAT16 = 1e-3
 RACE = "RACE DETECTED"
 CASES = ("random", "no decay", "strong decay", "forget", "mixed decay", "zero keys", "cosine 0.99")
@@ -87,7 +93,7 @@ def compare(arguments, cotangents, config):
     bounds = dict.fromkeys(NAMES, FLOAT16)
     if u.dtype == jnp.bfloat16:
         others = compiled(None)(arguments, cotangents)
-        bounds = {n: max(RATIO * relative_rms(r, t), FLOOR) for n, r, t in zip(NAMES, others, truth, strict=True)}
+        bounds = {n: max(RATIO * relative_rms(r, t), FLOORS[n]) for n, r, t in zip(NAMES, others, truth, strict=True)}
     assert all(errors[n] <= bounds[n] for n in NAMES), {n: (errors[n], bounds[n]) for n in NAMES}
 
 
@@ -166,6 +172,8 @@ def test_what_the_kernels_do_not_serve_is_named():
     o, states = ask(time=0)
     assert o.shape == (1, 0, 2, 64) and not np.asarray(states).any()
     q, gates = jnp.zeros((1, 16, 1, 64), jnp.bfloat16), jnp.zeros((1, 16, 1))
+    if ON_GPU:
+        return
     with pytest.raises(NotImplementedError, match="need an NVIDIA Hopper GPU"):
         ops.log_linear_attention(q, q, q, gates, gates[..., None], implementation="pallas")
 
