@@ -77,7 +77,7 @@ def backward(q, k, v, seen: Seen, o, log_sum, d_o, d_log_sum, *, config: Config,
     """(dq, dk, dv in the dtypes of q, k, v; the gradient [B, R, M] float32 of a factor of exp(score) of all keys of a
     cell for the queries of other cells). o, log_sum: of `forward`; d_o, d_log_sum: their cotangents."""
     sizes = sizes_of(q, k, v, seen, config, interpret)
-    delta = jnp.einsum("bshv,bshv->bhs", d_o, o, preferred_element_type=jnp.float32) - d_log_sum
+    delta = jnp.sum(d_o.astype(jnp.float32) * o.astype(jnp.float32), axis=3).swapaxes(1, 2) - d_log_sum
     known = jnp.stack([log_sum * math.log2(math.e), delta], axis=2)
     d_q = programs.query_gradients(Sources(q, k, v, *seen[:3]), d_o, known, sizes)
     arguments = key_programs.Sources(q, k, v, d_o, known, seen.marks, seen.pairs)

@@ -150,6 +150,7 @@ def accumulate(pair: Pair, memory: Memory, sizes: Sizes) -> tuple[jax.Array, jax
             return mass, mass * (accumulated(acc_mass, wait_n=0) - spread_columns(known.at[DELTA], CELL))
 
         mass, d_scores = pl.run_scoped(products, square, square)
+        plgpu.commit_smem()  # what was read of shared memory is read before a copy overwrites it
         factor = factor + jnp.sum(d_scores, axis=1) * jnp.where(cell == mine, 0.0, 1.0)
         mass, d_scores = mass.astype(dtype), d_scores.astype(dtype)
 

@@ -226,6 +226,7 @@ def attend(tile: Tile, memory: Memory, q, o, log_sum, left, sizes: Sizes) -> Non
         scores = pl.run_scoped(score, plgpu.ACC((CELL, WIDTH), f32))
         if seen is not None:
             scores = jnp.where(seen(), scores, MASKED)
+            plgpu.commit_smem()  # what was read of shared memory is read before a copy overwrites it
         plgpu.barrier_arrive(memory.k_empty.at[slot])
         largest = jnp.maximum(top, jnp.max(scores, axis=1) * LOG2E)
         shrink = jnp.exp2(top - largest)
@@ -353,6 +354,7 @@ def query_gradient(tile: Tile, memory: Memory, q, d_o, known, left, sizes: Sizes
             scores = accumulated(acc_scores, wait_n=1) * LOG2E - spread_rows(row_vector(known.at[LOG_SUM]), WIDTH)
             if seen is not None:
                 scores = jnp.where(seen(), scores, MASKED)
+                plgpu.commit_smem()
             mass = jnp.exp2(scores)
             change = accumulated(acc_mass, wait_n=0) - spread_rows(row_vector(known.at[DELTA]), WIDTH)
             return (mass * change).astype(dtype)
