@@ -7,6 +7,8 @@ import pytest
 from efla_jax import ops
 from tests.lowering import lower_cuda, mosaic_calls
 
+pytestmark = pytest.mark.identity  # Pallas changes most from one jax to the next: the newest lowers them, too
+
 B, T, G, H = 1, 130, 1, 2
 
 
