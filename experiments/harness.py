@@ -22,7 +22,7 @@ import numpy as np
 
 from efla_jax.data import readers
 from efla_jax.scoring import Row, Scorer
-from experiments import language_runs, result_files, suite, tasks
+from experiments import language_runs, result_files, tasks
 
 MAX_NEW_TOKENS = 256  # where a task does not say, as in the harness
 NAMES_OF_MAX = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -173,7 +173,8 @@ def harness(chosen: argparse.Namespace) -> None:
         )  # fmt: skip
     rows = rows_of(found["results"], found.get("n-samples", {}))
     table = result_files.markdown(rows)
-    about = {**suite.about(chosen, run, scorer), "lm_eval": lm_eval.__version__, "versions": found.get("versions", {})}
+    about = result_files.about(chosen, run, scorer)
+    about |= {"lm_eval": lm_eval.__version__, "versions": found.get("versions", {})}
     result_files.write(out, "harness", about, rows, table)
     print(f"{table}\n\nwritten: {out / 'harness'}.json, .md")
 

@@ -17,7 +17,6 @@ and .md. --max_length=0 reads whole documents from the cache, however long; the 
 import argparse
 import math
 import pathlib
-import subprocess
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -28,26 +27,6 @@ from efla_jax.data import readers
 from experiments import language_runs, result_files, tasks
 
 COUNTED = ("truncated", "tokens_dropped", "joined")
-
-
-def commit() -> str:
-    """The commit of this checkout, with "+" behind it where files differ; "" outside of one."""
-    def git(*words: str) -> str:
-        folder = pathlib.Path(__file__).parent
-        return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-
-
-def about(chosen: argparse.Namespace, run: language_runs.Trained, scorer) -> dict[str, Any]:
-    """What results are of: `result_files.about`, and the config, the code, the parameters and how contexts begin."""
-    size = sum(leaf.size for leaf in jax.tree.leaves(run.params))
-    begin = {"token": scorer.begin.token, "always": scorer.begin.always}
-    return {**result_files.about(chosen, run, scorer), "commit": commit(), "parameters": size, "begin": begin,
-            "max_length": scorer.max_length, "config": run.config}  # fmt: skip
 
 
 def names_of(word: str) -> list[str]:
@@ -129,7 +108,7 @@ def suite(chosen: argparse.Namespace) -> None:
             rows.append(row)
             records += more
             table = result_files.markdown([{"run": run.folder.name, "step": run.step, **headlines(rows)}])
-            result_files.write(out, "suite", about(chosen, run, scorer), rows, table)
+            result_files.write(out, "suite", result_files.about(chosen, run, scorer), rows, table)
             plot(rows, out / "suite.png")
             if chosen.samples:
                 result_files.write_outputs(out, "suite", records)
@@ -149,7 +128,8 @@ def perplexity(chosen: argparse.Namespace) -> None:
     with jax.default_matmul_precision(run.precision):
         row, _ = tasks.evaluate(tasks.TASKS["wikitext"], questions, scorer)
     table = result_files.markdown([{"run": run.folder.name, "step": run.step, **row}])
-    result_files.write(out, "perplexity", about(chosen, run, scorer), [{"data": chosen.data, **row}], table)
+    about = result_files.about(chosen, run, scorer)
+    result_files.write(out, "perplexity", about, [{"data": chosen.data, **row}], table)
     print(f"{table}\n\nwritten: {out / 'perplexity'}.json, .md")
 
 

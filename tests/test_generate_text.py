@@ -61,11 +61,11 @@ def test_bytes_that_are_no_character_are_shown_as_such():
 def test_pieces_of_text_by_published_tokenizers(name):
     folder = os.environ.get("EFLA_DATA")
     if not folder:
-        pytest.skip("EFLA_DATA names no folder of tokenizers")
+        pytest.skip("EFLA_DATA names no folder of tokenizers")  # published files, which this repository does not hold
     try:
         tokenizer = load_tokenizer(TokenizerSpec(str(Path(folder) / "tokenizers" / name)))
     except ImportError as error:
-        pytest.skip(str(error))
+        pytest.skip(str(error))  # the packages of extra `data`; tokenizers made here are tested without them
     generator = np.random.default_rng(0)
     texts = [list(tokenizer.encode(TEXT))]
     texts += [generator.integers(3, tokenizer.vocab_size - 300, 40).tolist() for _ in range(10)]  # what a model may say

@@ -152,6 +152,7 @@ def test_lowers_for_cuda(shape, taps, dtype, reached, biased, continued):
 
 
 @pytest.mark.slow
+# The assembler comes with the CUDA plugin, which a machine without a GPU need not have; lowering is tested without.
 @pytest.mark.skipif(ptxas.missing() is not None, reason=str(ptxas.missing()))
 @pytest.mark.parametrize("shape, taps, dtype, reached, biased, continued", SHAPES)
 def test_nothing_is_spilled(shape, taps, dtype, reached, biased, continued):

@@ -215,6 +215,7 @@ def test_the_safe_row_lowers_for_every_size(key_dim, dtype):
 
 
 @pytest.mark.slow
+# The assembler comes with the CUDA plugin, which a machine without a GPU need not have; lowering is tested without.
 @pytest.mark.skipif(ptxas.missing() is not None, reason=str(ptxas.missing()))
 @pytest.mark.parametrize("heads", (1, 48))
 @pytest.mark.parametrize("row", kernel.TABLE, ids=str)

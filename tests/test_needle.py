@@ -134,6 +134,7 @@ def test_a_prompt_is_as_long_as_it_may_be(kind, tokens):
     assert longer > 2000 and len(task.prompt(longer, 50, 1).tokens) + ROOM == longer
 
 
+# Published files, which this repository does not hold; rigged tokenizers and a made-up haystack are tested above.
 @pytest.mark.skipif(not os.environ.get("EFLA_DATA"), reason="EFLA_DATA names no folder of tokenizers and essays")
 @pytest.mark.parametrize(("module", "file"), [
     ("tiktoken", "gpt2_r50k_base.tiktoken"), ("tokenizers", "gpt_neox_20b_pii_special.json"),
