@@ -33,6 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from efla_jax import ops
 from efla_jax.ops import pallas, pallas_linear, pallas_step
 from efla_jax.ops.arguments import Recurrence, recurrence
+from efla_jax.selfcheck_cases import TIMED, Case, cases, draw, segment_ids, timed_inputs, tiny_cases
 
 # Times the error of "chunked". The kernels invert a chunk's triangle with products of float16, "chunked" in float32:
 # nothing beside the rounding of all else to bfloat16, but as much as that to float16 where keys are nearly parallel.
@@ -48,33 +49,6 @@ NAMES = ("o", "state", "dq", "dk", "du", "derase", "dlog_decay", "dinitial")
 MOST_WORDS = 300  # of an error's message
 
 
-class Sizes(NamedTuple):
-    """B, T, G, H, K, V."""
-
-    batch: int
-    time: int
-    key_heads: int
-    heads: int
-    key_dim: int
-    value_dim: int
-
-
-class Case(NamedTuple):
-    """One input to both implementations: `inputs` is a name of INPUTS, `documents` one of DOCUMENTS or None."""
-
-    op: str
-    inputs: str
-    sizes: Sizes
-    documents: str | None = None
-    dtype: str = "bfloat16"
-
-    @property
-    def name(self) -> str:
-        s = self.sizes
-        shape = f"B{s.batch} T{s.time} G{s.key_heads} H{s.heads} K{s.key_dim} V{s.value_dim}"
-        return f"{self.op}, {self.inputs}{f', {self.documents}' if self.documents else ''}, {shape}, {self.dtype}"
-
-
 class Result(NamedTuple):
     """Errors by name of the kernel and of "chunked"; complaint: what is wrong, or None; declined: why not covered."""
 
@@ -82,56 +56,6 @@ class Result(NamedTuple):
     chunked: dict[str, float]
     complaint: str | None = None
     declined: str | None = None
-
-
-def unit(x: np.ndarray) -> np.ndarray:
-    return x / np.linalg.norm(x, axis=-1, keepdims=True)
-
-
-def draw(case: Case, seed: int = 0) -> tuple[tuple, tuple]:
-    """((q, k, u, erase, log_decay, initial state), cotangents of o and of the final state) in the case's dtypes."""
-    s, rng = case.sizes, np.random.default_rng(seed)
-    keys, values = (s.batch, s.time, s.key_heads, s.key_dim), (s.batch, s.time, s.heads, s.value_dim)
-    states = (s.batch, s.heads, s.key_dim, s.value_dim)
-    q, k = unit(rng.normal(size=keys)), unit(rng.normal(size=keys))
-    erase = 1 / (1 + np.exp(-rng.normal(size=values[:3])))
-    decay = -np.log1p(np.exp(rng.normal(size=values[:3]) - 3))
-    if case.inputs == "parallel keys":
-        centre = unit(rng.normal(size=(s.batch, 1, s.key_heads, s.key_dim)))
-        k = unit(math.sqrt(0.98) * centre + math.sqrt(0.02) * k)
-        erase, decay = 1 / (1 + np.exp(-rng.normal(size=values[:3]) - 4)), decay * 0.02
-    elif case.inputs == "zero keys":
-        k = k * (rng.random((*keys[:3], 1)) < 0.7)
-    elif case.inputs == "decay -1e4":
-        decay = np.where(rng.random(values[:3]) < 0.05, -1e4, decay)
-    elif case.inputs == "strong decay":
-        decay = decay * 0 - 8.0
-    elif case.inputs == "beta 1":
-        erase, decay = erase * 0 + 1, decay * 0
-    elif case.inputs == "erase up to 2":
-        erase = 2 * erase
-    narrow = [jnp.asarray(x, case.dtype) for x in (q, k, rng.normal(size=values))]
-    wide = [jnp.asarray(x, jnp.float32) for x in (erase, decay, rng.normal(size=states) * s.key_dim**-0.5)]
-    cotangents = jnp.asarray(rng.normal(size=values), case.dtype), jnp.asarray(rng.normal(size=states), jnp.float32)
-    return (*narrow, *wide), cotangents
-
-
-def segment_ids(case: Case, seed: int = 1) -> jax.Array | None:
-    """Ids [B, T] of the case's documents: 0 is padding."""
-    if case.documents is None:
-        return None
-    batch, length = case.sizes.batch, case.sizes.time
-    rng, ids = np.random.default_rng(seed), np.ones((batch, length), np.int32)
-    if case.documents == "documents":  # of one token, of a few, of more than a chunk; one begins where a chunk does
-        for row in range(batch):
-            lengths = rng.choice([1, 2, 5, 31, 64, 90], length)
-            ids[row] = np.repeat(np.arange(1, length + 1), lengths)[:length]
-        ids[0, 64:] += length
-    elif case.documents == "padding":  # in front, inside and behind
-        ids[:, : length // 8] = 0
-        ids[:, length - length // 5 :] = 0
-        ids[rng.random(ids.shape) < 0.2] = 0
-    return jnp.asarray(ids)
 
 
 def apply(op: str, implementation: str, arguments: Sequence[jax.Array], ids=None, interpret: Any = None) -> tuple:
@@ -230,36 +154,6 @@ def check(case: Case, interpret: Any = None) -> Result:
     return Result(errors, chunked, "; ".join(complaints) or None)
 
 
-AWKWARD = ("random", "parallel keys", "zero keys", "decay -1e4", "strong decay", "beta 1", "erase up to 2")
-ODD = Sizes(2, 197, 2, 4, 128, 128)  # cases of one shape share what was compiled for it
-
-
-def cases() -> list[Case]:
-    """Everything, shapes that share programs next to each other."""
-    both, found = ("delta_rule", "linear_attention"), []
-    for op in both:
-        found += [Case(op, inputs, ODD) for inputs in AWKWARD if op == "delta_rule" or inputs in AWKWARD[:5]]
-        found += [Case(op, "random", ODD, "documents"), Case(op, "random", ODD, "padding")]
-        found += [Case(op, "parallel keys", ODD, "documents"), Case(op, "decay -1e4", ODD, "documents")]
-        found += [Case(op, "random", Sizes(1, 40, 1, 2, 64, 128)), Case(op, "random", Sizes(3, 64, 3, 3, 64, 64))]
-        found += [Case(op, "random", Sizes(2, 130, 1, 4, 128, 64), "documents")]
-        found += [Case(op, "random", Sizes(1, 100, 1, 1, 256, 256))]
-        found += [Case(op, "parallel keys", ODD, dtype="float16")]
-        # Few rows and much time, which the kernels cut into parts; documents end inside some and span others.
-        found += [Case(op, "random", Sizes(1, 4096, 1, 2, 128, 128)), Case(op, "random", ODD._replace(time=1))]
-    found += [Case("delta_rule", "parallel keys", Sizes(1, 4096, 1, 2, 128, 128), "documents")]
-    found += [Case("linear_attention", "random", Sizes(2, 4096, 1, 32, 128, 64))]
-    return found + [Case("linear_attention", "random", Sizes(4, 1, 1, 32, 128, 64))]
-
-
-def tiny_cases() -> list[Case]:
-    """What Mosaic's interpreter computes in a minute."""
-    small = Sizes(1, 130, 1, 2, 64, 64)
-    found = [Case(op, "random", small, "documents") for op in ("delta_rule", "linear_attention")]
-    found += [Case("delta_rule", "parallel keys", small)]
-    return [*found, Case("delta_rule", "random", Sizes(2, 1, 1, 2, 16, 128))]
-
-
 def line(case: Case, result: Result) -> str:
     """One row of the table: the verdict, and the error of the kernel and of "chunked" for each quantity."""
     verdict = "not covered" if result.declined else "FAILED" if result.complaint else "ok"
@@ -279,17 +173,6 @@ def check_all(chosen: Sequence[Case], interpret: Any = None) -> int:
         print(line(case, result), flush=True)
     print(f"{len(chosen)} cases, {covered} covered, {failed} failed (the bar: {BAR} times the error of chunked)")
     return failed if covered else max(failed, 1)
-
-
-# What --times measures: (op, B, T, G, H, K, V), bfloat16.
-TIMED = (
-    ("delta_rule", Sizes(16, 2048, 16, 16, 128, 128)),
-    ("delta_rule", Sizes(4, 8192, 16, 16, 128, 128)),
-    ("delta_rule", Sizes(1, 32768, 16, 16, 128, 128)),
-    ("delta_rule", Sizes(1, 131072, 16, 16, 128, 128)),
-    ("linear_attention", Sizes(16, 2048, 1, 32, 128, 64)),
-    ("linear_attention", Sizes(1, 32768, 1, 32, 128, 64)),
-)
 
 
 def milliseconds(run: Callable, *arguments, launches: int = 10, repeats: int = 20) -> float:
@@ -317,17 +200,6 @@ def device_milliseconds(run: Callable, *arguments, calls: int = 5) -> float:
         lines = [line for plane in planes for line in plane.lines if "Stream" in line.name]
         total = sum(event.duration_ns for line in lines for event in line.events)
     return total / 1e6 / calls if lines else math.nan
-
-
-def timed_inputs(sizes: Sizes) -> tuple[tuple, jax.Array]:
-    """Arguments made on the device, bfloat16 and float32, and fixed weights of a loss."""
-    s, keys = sizes, iter(jax.random.split(jax.random.key(0), 7))
-    normal = lambda *shape: jax.random.normal(next(keys), shape, jnp.bfloat16)  # noqa: E731
-    q, k = (ops.l2_normalize(normal(s.batch, s.time, s.key_heads, s.key_dim)) for _ in range(2))
-    u, weights = (normal(s.batch, s.time, s.heads, s.value_dim) for _ in range(2))
-    gates = [jax.random.normal(next(keys), u.shape[:3]) for _ in range(2)]
-    state = jnp.zeros((s.batch, s.heads, s.key_dim, s.value_dim), jnp.float32)
-    return (q, k, u, jax.nn.sigmoid(gates[0]), -jax.nn.softplus(gates[1] - 3), state), weights
 
 
 def passes(op: str, implementation: str) -> dict[str, Callable]:

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from efla_jax import selfcheck
+from efla_jax import selfcheck, selfcheck_cases
 from efla_jax.ops.chunked import chunked
-from efla_jax.selfcheck import Case, Sizes
+from efla_jax.selfcheck_cases import Case, Sizes
 from tests.lowering import lower_cuda, mosaic_calls
 
 TINY = Sizes(1, 24, 1, 2, 4, 3)
@@ -136,7 +136,7 @@ def test_cases_are_awkward():
     assert {"beta 1", "erase up to 2"} <= {case.inputs for case in found}
 
 
-@pytest.mark.parametrize("inputs", [name for name in selfcheck.AWKWARD if name != "random"])
+@pytest.mark.parametrize("inputs", [name for name in selfcheck_cases.AWKWARD if name != "random"])
 def test_every_kind_of_input_is_its_own(inputs):
     plain, other = (selfcheck.draw(CASE._replace(inputs=name))[0] for name in ("random", inputs))
     assert any(not np.array_equal(a, b) for a, b in zip(plain, other, strict=True))
