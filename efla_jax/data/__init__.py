@@ -38,13 +38,16 @@ __all__ = [
     "pad_batch",
 ]
 
-KINDS = ("text", "images", "tokens", "recall")
+# Tasks that are generated: kind -> the dataset made of (config.task, batch_size, eval_batch_size, seed, worker_count).
+# Each is a language model's data with held-out `slices`, a split "test" and the attributes of RecallDataset.
+GENERATED = {"recall": RecallDataset}
+KINDS = ("text", "images", "tokens", *GENERATED)
 PACKINGS = ("windows", "first_fit", "stream")
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What to read. kind "text", "images", "tokens" or "recall"; without a path text is Python's, images are digits.
+    """What to read. kind: one of KINDS; without a path text is Python's, images are digits.
 
     window is the training length T of text and tokens; eval_batch_size 0 means batch_size; valid_path and
     valid_fraction concern text; worker_count > 0 reads in that many processes and does not change the data.
@@ -54,7 +57,7 @@ class DataConfig:
     without segment_ids: rows are read across the borders between documents. verify=True compares every checksum before
     the first batch.
 
-    "recall" is generated: `task` holds the fields of `recall.Recall`, its lengths among them.
+    The kinds of GENERATED are generated: `task` holds the fields of the task, for "recall" those of `recall.Recall`.
     """
 
     kind: str = "text"
@@ -85,11 +88,12 @@ def make(config: DataConfig) -> "TextDataset | ImageDataset | TokenDataset | Rec
         raise ValueError(f"packing={config.packing!r} must be one of {', '.join(PACKINGS)}")
     if config.kind != "tokens" and (config.paths or config.weights or config.packing != PACKINGS[0]):
         raise ValueError(f"paths, weights and packing are for kind='tokens', and kind={config.kind!r}: leave them out")
-    if config.kind != "recall" and config.task:
-        raise ValueError(f"task={dict(config.task)} is for kind='recall', and kind={config.kind!r}: leave it out")
-    if config.kind == "recall":
+    if config.kind in GENERATED:
         sizes = config.batch_size, config.eval_batch_size
-        return RecallDataset(config.task, *sizes, config.seed, config.worker_count)
+        return GENERATED[config.kind](config.task, *sizes, config.seed, config.worker_count)
+    if config.task:
+        raise ValueError(f"task={dict(config.task)} is for kind={' or '.join(map(repr, GENERATED))}, and "
+                         f"kind={config.kind!r}: leave it out")
     if config.kind == "tokens":
         return TokenDataset(config)
     return TextDataset(config) if config.kind == "text" else ImageDataset(config)

@@ -12,7 +12,7 @@ import jax
 from flax import linen as nn
 from ml_collections import ConfigDict
 
-from efla_jax import checkpoint, flops, metrics, optim, sharding
+from efla_jax import checkpoint, data, flops, metrics, optim, sharding
 from efla_jax.checkpoint import Checkpointer
 from efla_jax.evaluate import evaluate, evaluate_slices
 from efla_jax.model import LanguageModel
@@ -20,7 +20,7 @@ from efla_jax.train import hosts, settings
 from efla_jax.train.report import Clock, Compilations, MetricLog
 from efla_jax.train.step import TrainState, make_signals
 
-HELD_OUT = {"text": "valid", "tokens": "valid", "images": "test", "recall": "test"}
+HELD_OUT = {"text": "valid", "tokens": "valid", "images": "test", **dict.fromkeys(data.GENERATED, "test")}
 
 
 class Run(NamedTuple):
@@ -214,7 +214,7 @@ def score(job: Job, state: TrainState, split: str = "") -> dict[str, float]:
         chunk=options["loss_chunk"],
     )  # fmt: skip
     with job.clock.on("score"):
-        if dataset.kind == "recall":
+        if dataset.kind in data.GENERATED:
             return evaluate_slices(evaluated, dataset.slices(split))
         scores = evaluated(dataset.eval_batches(split))
     per_byte = getattr(dataset, "bytes_per_token", 0.0)
@@ -228,7 +228,7 @@ def held_out(job: Job, state: TrainState, step: int, end: int) -> tuple[dict[str
         say(f"step {step}: held-out accuracy {scores['accuracy']:.4f} reaches stop_at={wanted:g}, the run ends here")
         end = step
     dataset = job.parts.dataset
-    if step == end and dataset.kind == "recall" and dataset.slices("longer"):
+    if step == end and dataset.kind in data.GENERATED and dataset.slices("longer"):
         longer = score(job, state, "longer")
         scores |= {name: value for name, value in longer.items() if "/" in name}
     return scores, end
