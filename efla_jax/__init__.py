@@ -7,13 +7,14 @@ if TYPE_CHECKING:  # what __getattr__ loads, for type checkers and editors
     from efla_jax import generate as generate
     from efla_jax import layers as layers
     from efla_jax import ops as ops
+    from efla_jax.model import AutoEncoder as AutoEncoder
     from efla_jax.model import LanguageModel as LanguageModel
     from efla_jax.model import SequenceClassifier as SequenceClassifier
 
 __version__ = "0.1.0"
 
 ROOMS = ("ops", "layers", "model", "generate")
-NAMES = {"LanguageModel": "model", "SequenceClassifier": "model"}
+NAMES = dict.fromkeys(("AutoEncoder", "LanguageModel", "SequenceClassifier"), "model")
 
 
 def __getattr__(name: str) -> Any:

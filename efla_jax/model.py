@@ -1,4 +1,5 @@
-"""Complete models: a language model that repeats a pattern of mixers over its depth, and a classifier of sequences."""
+"""Complete models: a language model that repeats a pattern of mixers over its depth, and the two that tasks of the
+papers need, an autoencoder and a classifier of sequences."""
 
 import dataclasses
 import inspect
@@ -79,6 +80,7 @@ class LanguageModel(nn.Module):
     mlp              "swiglu" or "none"; mlp_ratio as of a plain MLP (see `swiglu_width`); mlp_width > 0 overrides it
     norm             "rms" or "layer"; norm_position: "pre", in front of mixer and MLP, or "post", behind their residual
     dropout          on the embedding and each residual branch; active exactly when a "dropout" rng is passed
+    embedding_dropout    on the embedding alone; None: dropout
     kernel_init      see `kernel_initializer`; embedding and head begin normal with init_std
     remat            "none"; "full": recompute each group in the backward pass; "dots": but keep its dense products
     scan             one compiled group for all of the depth; False unrolls it. Parameters are the same either way:
@@ -99,6 +101,7 @@ class LanguageModel(nn.Module):
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
     dropout: float = 0.0
+    embedding_dropout: float | None = None
     kernel_init: str = "lecun"
     init_std: float = 0.02
     dtype: DTypeLike = "float32"
@@ -121,8 +124,9 @@ class LanguageModel(nn.Module):
                 f"depth: {self.depth} blocks are not a whole number of patterns {self.mixers}."
                 f" Choose a multiple of {len(self.mixers)}."
             )
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout: {self.dropout} is not in [0, 1).")
+        for field in ("dropout", "embedding_dropout"):
+            if not 0 <= (getattr(self, field) or 0) < 1:
+                raise ValueError(f"{field}: {getattr(self, field)} is not in [0, 1).")
         for field in ("norm_eps", "init_std", *(() if self.mlp_width or self.mlp == "none" else ("mlp_ratio",))):
             if not getattr(self, field) > 0:
                 raise ValueError(f"{field}: {getattr(self, field)} is not positive; set it above 0.")
@@ -159,7 +163,7 @@ class LanguageModel(nn.Module):
             unroll=1 if self.scan else groups,
         )(tuple(self.block_fields(name) for name in self.mixers))
         self.final_norm = NORMS[self.norm](epsilon=self.norm_eps, dtype=self.dtype)
-        self.drop = nn.Dropout(self.dropout)
+        self.drop = nn.Dropout(self.dropout if self.embedding_dropout is None else self.embedding_dropout)
         if not self.tie_embeddings:
             self.lm_head = nn.Dense(
                 self.vocab_size, use_bias=False, kernel_init=normal, dtype=self.dtype, dot_general=float32_logits
@@ -195,6 +199,11 @@ class LanguageModel(nn.Module):
 
     def features(self, tokens, segment_ids=None, cache=None) -> tuple[jax.Array, tuple]:
         """What `logits` reads, [B, T, width], and the cache: for callers that need the logits of a few tokens only."""
+        x, cache = self.mixed(tokens, segment_ids, cache)
+        return self.final_norm(x), cache
+
+    def mixed(self, tokens, segment_ids, cache) -> tuple[jax.Array, tuple]:
+        """The residual stream [B, T, width] behind the last block, and the cache."""
         if not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.ndim != 2:
             raise ValueError(f"tokens: {tokens.dtype}{list(tokens.shape)} is not an integer [B, T]; pass token ids.")
         check_segment_ids(segment_ids, *tokens.shape)
@@ -208,8 +217,7 @@ class LanguageModel(nn.Module):
         table = constrain(self.embed.embedding, None, None)
         x = constrain(jnp.take(table, tokens, axis=0).astype(self.dtype), "batch", "time", None)
         x = self.drop(x, deterministic=not self.has_rng("dropout"))
-        x, cache = self.groups(x, segment_ids, cache)
-        return self.final_norm(x), cache
+        return self.groups(x, segment_ids, cache)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Logits [..., vocab_size] float32 of features [..., width]."""
@@ -217,6 +225,61 @@ class LanguageModel(nn.Module):
             return self.lm_head(x)
         table = self.embed.embedding.astype(self.dtype)
         return float32_logits(x.astype(self.dtype), table, (((x.ndim - 1,), (1,)), ((), ())))
+
+
+class Decoder(nn.Module):
+    """z [B, D] -> T features [B, T, D]: position t's are of z + p_t, with p_t the sines and cosines of t.
+
+    x <- GELU(W norm(x) + b), twice, without residuals."""
+
+    width: int
+    norm: str
+    norm_eps: float
+    kernel_init: str
+    init_std: float
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, z: jax.Array, length: int) -> jax.Array:
+        half = self.width // 2
+        rates = 10000.0 ** (-jnp.arange(half) / max(half - 1, 1))
+        angles = jnp.arange(length)[:, None] * rates
+        x = z[:, None] + jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1).astype(self.dtype)
+        init = kernel_initializer(self.kernel_init, self.init_std)
+        for i in range(2):
+            x = NORMS[self.norm](epsilon=self.norm_eps, dtype=self.dtype, name=f"norm_{i}")(x)
+            x = nn.Dense(self.width, kernel_init=init, dtype=self.dtype, name=f"dense_{i}")(x)
+            x = nn.gelu(x, approximate=False)
+        return x
+
+
+class AutoEncoder(LanguageModel):
+    """A language model whose last output is all that it knows of a row, and whose logits tell the row from it.
+
+        z = x_T after the last block;   logits_t = head(norm(decoder(z)_t)),   t = 1 ... T
+
+    The model of MAD's compression task (arXiv 2403.17844) for every mixer. Rows are whole: it takes neither cache nor
+    segment ids."""
+
+    def __post_init__(self):
+        if self.width % 2:
+            raise ValueError(
+                f"width: {self.width} is odd, but half of a position's features are sines; take an even one."
+            )
+        super().__post_init__()
+
+    def setup(self):
+        super().setup()
+        fields = ("width", "norm", "norm_eps", "kernel_init", "init_std", "dtype")
+        self.decoder = Decoder(**{field: getattr(self, field) for field in fields})
+
+    def mixed(self, tokens, segment_ids=None, cache=None) -> tuple[jax.Array, tuple]:
+        """Features [B, T, width] that the decoder made of the last token's."""
+        if segment_ids is not None or cache is not None:
+            given = "cache" if segment_ids is None else "segment_ids"
+            raise ValueError(f"{given}: an autoencoder reads whole rows of one length; leave it out.")
+        x, cache = super().mixed(tokens, segment_ids, cache)
+        return self.decoder(x[:, -1], tokens.shape[1]), cache
 
 
 class SequenceClassifier(nn.Module):

@@ -45,8 +45,9 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     # of nats_l: columns of mix_proj are attention heads times two; those of the router are few
     (r"mix_proj/kernel", ("fsdp", "tensor")),
     (r"router/route_proj/kernel", ("fsdp", None)),
-    # SequenceClassifier: small, and its rows are what is split
-    (r"(front|params/head)/kernel", (None, None)),
+    # Decoder of AutoEncoder, and SequenceClassifier: small, and its rows are what is split
+    (r"(front|params/head|decoder/dense_\d)/kernel", (None, None)),
+    (r"decoder/(dense|norm)_\d/(scale|bias)", (None,)),
     (r"params/(head/bias|norm/(scale|bias))", (None,)),
     (r"params/position", (None, None)),
 )

@@ -224,6 +224,22 @@ def test_dropout_is_active_exactly_when_its_rng_is_passed():
     tree_close(none, plain, 0.0)
 
 
+def test_embeddings_can_be_dropped_alone():
+    """A block that adds nothing leaves the embedding: of the dropped one, with half of its entries, doubled, or 0."""
+    own, x, rng = parameters()["params"], tokens(), {"dropout": jax.random.key(1)}
+    params = {"params": own | {"groups": jax.tree.map(jnp.zeros_like, own["groups"])}}
+
+    def stream(**rates):
+        return model(**rates).apply(params, x, None, None, rngs=rng, method="mixed")[0]
+
+    whole = np.asarray(model().apply(params, x, None, None, method="mixed")[0])
+    dropped = np.asarray(stream(embedding_dropout=0.5))
+    assert 0.4 < np.mean(dropped == 0) < 0.6
+    np.testing.assert_allclose(dropped[dropped != 0], 2 * whole[dropped != 0], rtol=1e-6)
+    np.testing.assert_array_equal(stream(dropout=0.5), dropped)  # the embedding's part of it
+    np.testing.assert_array_equal(stream(dropout=0.5, embedding_dropout=0.0), whole)
+
+
 def test_bfloat16_products_float32_parameters_and_logits():
     module = model(dtype="bfloat16")
     initial = jax.eval_shape(module.init, jax.random.key(0), tokens())
@@ -338,6 +354,7 @@ def no_type_checks():
         ({"mlp": "gelu"}, "mlp: 'gelu' is not one of"),
         ({"remat": "dot"}, "remat: 'dot' is not one of .*Did you mean 'dots'"),
         ({"dropout": 1.0}, "dropout: 1.0 is not in"),
+        ({"embedding_dropout": -0.1}, "embedding_dropout: -0.1 is not in"),
         ({"kernel_init": "xavir"}, "kernel_init: 'xavir'.*'xavier'"),
     ],
 )

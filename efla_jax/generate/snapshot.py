@@ -28,7 +28,7 @@ from efla_jax.model import LanguageModel
 FORMAT = 1
 HEADER = "header"
 # Fields of a model that change no number that it computes.
-INDIFFERENT = {"name", "parent", "remat", "scan", "dropout", "kernel_init", "init_std"}
+INDIFFERENT = {"name", "parent", "remat", "scan", "dropout", "embedding_dropout", "kernel_init", "init_std"}
 
 
 @jax.jit

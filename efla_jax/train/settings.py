@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from efla_jax import data, optim, sharding
 from efla_jax.layers.fields import nearest
-from efla_jax.model import LanguageModel, SequenceClassifier
+from efla_jax.model import AutoEncoder, LanguageModel, SequenceClassifier
 from efla_jax.train.step import TrainState, make_state, make_step
 
 SECTIONS = ("mesh", "data", "model", "optim", "train")
@@ -92,11 +92,12 @@ def build_dataset(config: Mapping[str, Any]) -> Any:
 
 
 def build_model(config: Mapping[str, Any], dataset) -> nn.Module:
-    """A SequenceClassifier for images, a LanguageModel for all else."""
+    """A SequenceClassifier for images, an AutoEncoder for rows to reconstruct, a LanguageModel for all else."""
     if dataset.kind == "images":
         sizes = {"num_classes": dataset.num_classes, "max_length": dataset.length}
         return section(config, "model", SequenceClassifier, sizes)
-    return section(config, "model", LanguageModel, {"vocab_size": dataset.vocab_size})
+    language = AutoEncoder if getattr(dataset, "reconstructs", False) else LanguageModel
+    return section(config, "model", language, {"vocab_size": dataset.vocab_size})
 
 
 class Parts(NamedTuple):
