@@ -38,8 +38,9 @@ from efla_jax.selfcheck_cases import TIMED, Case, cases, draw, segment_ids, time
 # Times the error of "chunked". The kernels invert a chunk's triangle with products of float16, "chunked" in float32:
 # nothing beside the rounding of all else to bfloat16, but as much as that to float16 where keys are nearly parallel.
 # The aim for bfloat16 is 1.2. On an H200 dq of nearly parallel keys read 1.19 to 1.31 and dlog_decay up to 1.22, all
-# else less: the backward begins from states rounded to 16 bits. A kernel that is wrong is off by far more.
-BAR = {"bfloat16": 1.4, "float16": 2.5}
+# else less: the backward begins from states rounded to 16 bits. In float16 dlog_decay of nearly parallel keys read 3.2
+# (1.7e-3, of which the inverse has 1e-3: `kernels/delta_rule.py`), all else up to 2. A wrong kernel is off by far more.
+BAR = {"bfloat16": 1.4, "float16": 3.5}
 # Relative RMS of rounding normal numbers once, 1.66e-3 in bfloat16 and an eighth of it in float16, and a tenth more for
 # samples of a few. An error within it is no worse than the best 16-bit output, however good "chunked" happened to be.
 FLOOR = {"bfloat16": 1.8e-3, "float16": 2.3e-4}
