@@ -90,13 +90,16 @@ def softmax_attention(
         real, _, document = segments(segment_ids)
         document = jnp.where(real, document, -1)
         q, k, v = (mask_padding(real, x) for x in (q, k, v))
-    o = over_mesh(implementation, q, k, v, document, initial_state)
     if initial_state is None:
-        state = collected(k, v, document)
+        o, state = over_mesh(implementation, q, k, v, document, None), collected(k, v, document)
     else:
         slot = positions(batch, time, segment_ids, initial_state.length)
         check_capacity(initial_state, slot, document)
         state = extended(initial_state, k, v, document, slot)
+        if time == 1:
+            o = one_token(implementation, q, state, slot, document).astype(v.dtype)
+        else:
+            o = over_mesh(implementation, q, k, v, document, initial_state)
         nan = np.asarray(np.nan, o.dtype)  # of numpy: jax_debug_nans would stop at an array of jax, used or not
         o = jnp.where((slot < initial_state.k.shape[1])[..., None, None], o, nan)
     return o if document is None else mask_padding(real, o), state
@@ -191,6 +194,28 @@ def over_mesh(implementation: str, q, k, v, document: jax.Array | None, cache: K
     return sharded(local, (q, k, v, document, *cache), legends, "BQHV")
 
 
+def one_token(implementation: str, q, state: KVCache, slot: jax.Array, document: jax.Array | None) -> jax.Array:
+    """Outputs [B, 1, H, V] of tokens at their slots [B, 1] of the cache, which has them already: the other way round
+    XLA copies the cache."""
+    limit = slot[:, 0] + 1 if document is None else jnp.where(document[:, 0] < 0, 0, slot[:, 0] + 1)
+
+    def local(_, *arrays):
+        return dispatch("softmax_attention", implementation, STEP_TABLE, STEP_AUTO, arrays)
+
+    return sharded(local, (q, state.k, state.v, limit), ("BQHK", "BMGK", "BMGV", "B"), "BQHV")
+
+
+def latest(q, k, v, limit) -> jax.Array:
+    """Outputs [B, 1, H, V] in the dtype of v of one query a row that sees the first `limit` [B] slots of k [B, M, G,
+    K], v [B, M, G, V]."""
+    (batch, _, heads, key_dim), key_heads = q.shape, k.shape[2]
+    groups = q.reshape(batch, key_heads, heads // key_heads, key_dim)
+    seen = jnp.arange(k.shape[1]) < limit[:, None]
+    scores = jnp.where(seen[:, None, None], product("bgrk,bmgk->bgrm", groups, k), MASKED)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return product("bgrm,bmgv->bgrv", weights, v).reshape(batch, 1, heads, v.shape[3]).astype(v.dtype)
+
+
 def attend(q, document_q, time_q, k, v, document, cache: KVCache | None) -> jax.Array:
     """Outputs [B, C, H, V] float32 of C queries at times time_q [C], of documents [B or 1, C]."""
     (batch, queries, heads, key_dim), (time, key_heads) = q.shape, k.shape[1:3]
@@ -261,9 +286,18 @@ def by_kernels(*arguments) -> jax.Array:
     return softmax(*arguments)
 
 
+def by_step(*arguments) -> jax.Array:
+    """`latest` by a GPU kernel."""
+    from efla_jax.ops.pallas_attention_decode import latest
+
+    return latest(*arguments)
+
+
 TABLE = {
     "chunked": chunked,
     "pallas": by_kernels,
     "triton": missing_kernel("softmax_attention"),
 }
 AUTO = ("chunked",)
+STEP_TABLE = {"chunked": latest, "pallas": by_step, "triton": TABLE["triton"]}
+STEP_AUTO = ("chunked",)

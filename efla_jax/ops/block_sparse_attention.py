@@ -201,10 +201,8 @@ def one_token(options: Options, q, k, v, selected, kv: SelectedKV, segment_ids) 
     used = jnp.arange(size) < (fill + real)[:, None]
 
     def local(solve, q, k, v, selected, used, real, *pool):
-        if solve is not in_tiles:
-            raise NotImplementedError("block_sparse_attention: no GPU kernel for one token at a time")
         o, log_sum = in_slots(q, mask_padding(used, k), mask_padding(used, v), used)
-        o = with_pages(o, log_sum, q, real, selected.shape[2], Pool(*pool))
+        o = with_pages(o, log_sum, q, real, selected.shape[2], Pool(*pool), None if solve is in_tiles else by_step)
         return mask_padding(real, o)
 
     state = advanced(kv, chunks, selected, Held(open_k[:, None], open_v[:, None], open_k, open_v))
@@ -317,3 +315,10 @@ def by_kernels(*arguments) -> tuple[jax.Array, jax.Array]:
     from efla_jax.ops.pallas_attention import block_sparse
 
     return block_sparse(*arguments)
+
+
+def by_step(*arguments) -> tuple[jax.Array, jax.Array]:
+    """`selected_pages.paged` of one token by a GPU kernel."""
+    from efla_jax.ops.pallas_attention_decode import paged
+
+    return paged(*arguments)

@@ -8,6 +8,7 @@ logarithms of the sums, L, are saved. Blocks beyond the last page in use are not
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -205,27 +206,30 @@ class Pool(NamedTuple):
     pages: jax.Array
 
 
-def with_pages(o: jax.Array, log_sum: jax.Array, q: jax.Array, mine: jax.Array, routes: int, pool: Pool) -> jax.Array:
+def with_pages(o, log_sum, q, mine, routes: int, pool: Pool, solve: Callable | None = None) -> jax.Array:
     """Outputs [B, T, H, V] of one softmax over keys whose outputs are o and L [B, T, H], and the pages: of the queries
-    `mine` [B, T] only, of the pages' document."""
-    (batch, time, heads, _), room = q.shape, pool.k.shape[1]
-    if room == 0:
+    `mine` [B, T] only, of the pages' document. solve: `paged`, or another with its arguments."""
+    if pool.k.shape[1] == 0:
         return o
+    of_pages, log_pages = (paged if solve is None else solve)(q, mine, routes, pool)
+    total = jnp.logaddexp(log_sum, log_pages)
+    own, others = jnp.exp(log_sum - total)[..., None], jnp.exp(log_pages - total)[..., None]
+    return (own * o.astype(jnp.float32) + others * of_pages).astype(o.dtype)
+
+
+def paged(q: jax.Array, mine: jax.Array, routes: int, pool: Pool) -> tuple[jax.Array, jax.Array]:
+    """Outputs [B, T, H, V] and L [B, T, H], float32, of attention to pages alone, by XLA; 0 and MASKED for queries that
+    see none."""
+    (batch, time, heads, _), room = q.shape, pool.k.shape[1]
     queries = min(time, QUERIES)
     plan = queries, max(1, min(room, PAGES, PAIRS // queries))
     fill = -time % queries
     share = pool.k.shape[3]
     split = jnp.moveaxis(q, 1, 2).reshape(batch, routes, share, heads // (routes * share), time, q.shape[3])
     split = jnp.pad(split, ((0, 0),) * 4 + ((0, fill), (0, 0)))
-    paged, log_pages = over_pages(plan, split, *pool, jnp.pad(mine, ((0, 0), (0, fill))))
-
-    def joined(x):  # [B, R, E, h, T, ...] -> [B, T, H, ...]
-        return jnp.moveaxis(x.reshape(batch, heads, *x.shape[4:]), 1, 2)[:, :time]
-
-    paged, log_pages = joined(paged), joined(log_pages)
-    total = jnp.logaddexp(log_sum, log_pages)
-    own, others = jnp.exp(log_sum - total)[..., None], jnp.exp(log_pages - total)[..., None]
-    return (own * o.astype(jnp.float32) + others * paged).astype(o.dtype)
+    found = over_pages(plan, split, *pool, jnp.pad(mine, ((0, 0), (0, fill))))
+    o, log_sum = (jnp.moveaxis(x.reshape(batch, heads, *x.shape[4:]), 1, 2)[:, :time] for x in found)
+    return o, log_sum
 
 
 class Block(NamedTuple):
