@@ -9,9 +9,13 @@ from efla_jax.ops.fenwick import Fenwick, FenwickState, fenwick, fenwick_over_me
 from efla_jax.ops.fenwick_chunked import fenwick_chunked
 from efla_jax.ops.fenwick_tree import fenwick_associative
 from efla_jax.ops.pallas_log_linear import log_linear_attention as log_linear_attention_kernel
+from efla_jax.ops.pallas_log_linear_delta import log_linear_delta_rule as log_linear_delta_rule_kernel
 from efla_jax.shapes import Gates, Keys, Queries, SegmentIds, Values, check_chunk_size
 
 LevelWeights = Float[Array, "B T H L"]
+
+
+KERNELS = {"log_linear_delta_rule": log_linear_delta_rule_kernel, "log_linear_attention": log_linear_attention_kernel}
 
 
 def table(op: str) -> Table:
@@ -19,12 +23,12 @@ def table(op: str) -> Table:
         "recurrent": fenwick_recurrent,
         "associative": fenwick_associative,
         "chunked": fenwick_chunked,
-        "pallas": log_linear_attention_kernel if op == "log_linear_attention" else missing_kernel(op),
+        "pallas": KERNELS[op],
         "triton": missing_kernel(op),
     }
 
 
-TABLES = {op: table(op) for op in ("log_linear_delta_rule", "log_linear_attention")}
+TABLES = {op: table(op) for op in KERNELS}
 
 
 def measured(time: int) -> tuple[str, ...]:

@@ -1,0 +1,320 @@
+"""The reads of the log-linear delta rule on a Hopper GPU; the algebra is at the head of `log_linear_delta.py`.
+
+read       a block of a head: a chunk per compute warpgroup, with its queries and outputs in registers, first inside the
+           block, then over the nodes that the block reads, nearest first. A third warpgroup only issues loads.
+queries    the same walk without outputs, which keeps the queries that meet each node: what the gradients are made of.
+
+Nodes lie level by level, of each level those that are read: of runs of 2^j blocks every other one.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from efla_jax.kernels.log_linear_delta import (
+    BLOCK,
+    CHUNK,
+    CHUNKS,
+    ERASE,
+    INSIDE,
+    READS,
+    SUM,
+    WEIGHTS,
+    Config,
+    Sizes,
+    add_product,
+    f32,
+    matrix,
+    multiply,
+)
+from efla_jax.kernels.mosaic import (
+    MASKED,
+    WGMMA,
+    by_column,
+    by_row,
+    index,
+    left_operand,
+    narrow_indices,
+    parameters,
+    shared,
+    staging,
+)
+
+GROUPS = CHUNKS  # compute warpgroups
+LOADER_REGISTERS, COMPUTE_REGISTERS = 24, 240  # per thread; all that there are for three warpgroups
+SHARED_MEMORY = 227 * 1024  # bytes that a program may use on a Hopper GPU
+
+
+class Inputs(NamedTuple):
+    """In global memory: q, k [B, T, G, K], u [B, T, H, K] or None, X [B, H, T, 64], gates [B, N H, rows, 128], N and S
+    [B, P, H, K, K] of the nodes (S or None)."""
+
+    q: Any
+    k: Any
+    u: Any
+    inverse: Any
+    gates: Any
+    changes: Any
+    states: Any
+
+
+class Memory(NamedTuple):
+    """Shared memory: q, k, u [2, C, K] (u or None); X [2, C, C]; gates [rows, 128]; nodes [ring, K, K]; barriers of the
+    block's loads, and of each node's load and release."""
+
+    q: Any
+    k: Any
+    u: Any
+    inverse: Any
+    gates: Any
+    nodes: Any
+    loaded: Any
+    full: Any
+    empty: Any
+
+
+class Task(NamedTuple):
+    """A program: row of the batch, block, head; `count` nodes, of which a block reads `live`."""
+
+    row: Any
+    block: Any
+    head: Any
+    sizes: Sizes
+    count: int
+
+    @classmethod
+    def here(cls, sizes: Sizes, count: int) -> "Task":
+        return cls(*(lax.axis_index(name) for name in ("row", "block", "head")), sizes, count)
+
+    @property
+    def live(self):
+        return sum(((self.block >> j) & 1 for j in range(self.sizes.depth)), jnp.int32(0))
+
+    def tokens(self, chunk):
+        return pl.ds(self.block * BLOCK + chunk * CHUNK, CHUNK)
+
+
+def lowest_level(block):
+    """The number of the lowest set bit."""
+    return 31 - lax.clz(block & -block)
+
+
+def without_lowest(block):
+    return block & (block - 1)
+
+
+def node_number(block, count: int):
+    """Where the node that ends before this block, of its lowest set bit's level, is among all."""
+    level = lowest_level(block)
+    return count - (count >> level) + (block >> (level + 1))
+
+
+def memory_for(sizes: Sizes, config: Config, dtype, rows: int, values: bool) -> tuple[list, int]:
+    """Scratch of `Memory`, without u where there are no values, and how many nodes fit the ring."""
+    tile, node = 2 * BLOCK * sizes.dim, 2 * sizes.dim * sizes.dim
+    own = (2 + values) * tile + 2 * BLOCK * CHUNK + 4 * rows * BLOCK + 2048 + tile * (not values)
+    ring = max(1, min(config.ring, (SHARED_MEMORY - own) // node))
+    tokens = shared(CHUNKS, CHUNK, sizes.dim, dtype=dtype)
+    arrivals = CHUNKS * (3 + values) + 1
+    return [
+        *[tokens] * (2 + values),
+        shared(CHUNKS, CHUNK, CHUNK, dtype=dtype),
+        plgpu.SMEM((rows, BLOCK), f32),
+        shared(ring, sizes.dim, sizes.dim, dtype=dtype),
+        plgpu.Barrier(num_arrivals=arrivals),
+        plgpu.Barrier(num_arrivals=1, num_barriers=ring),
+        plgpu.Barrier(num_arrivals=GROUPS, num_barriers=ring),
+    ], ring
+
+
+def wait_for_release(memory: Memory, number) -> None:
+    """Before load `number` into the ring."""
+    ring = memory.nodes.shape[0]
+
+    @pl.when(number >= ring)
+    def _():
+        plgpu.barrier_wait(memory.empty.at[lax.rem(number, ring)])
+
+
+def drain(memory: Memory, total) -> None:
+    """Wait until everything loaded has been used: a barrier may not end with a phase that nobody waited for."""
+    ring = memory.nodes.shape[0]
+
+    def released(i, _):
+        plgpu.barrier_wait(memory.empty.at[lax.rem(i, ring)])
+
+    lax.fori_loop(lax.max(total - ring, 0), total, released, None)
+
+
+def load(task: Task, x: Inputs, memory: Memory) -> None:
+    """The loading warpgroup: the block, then node after node, S before N and no N of the last."""
+    g, ring = task.sizes.key_head(task.head), memory.nodes.shape[0]
+    for chunk in range(CHUNKS):
+        tokens = task.tokens(chunk)
+        plgpu.copy_gmem_to_smem(x.q.at[task.row, tokens, g], memory.q.at[chunk], memory.loaded)
+        plgpu.copy_gmem_to_smem(x.k.at[task.row, tokens, g], memory.k.at[chunk], memory.loaded)
+        plgpu.copy_gmem_to_smem(x.inverse.at[task.row, task.head, tokens], memory.inverse.at[chunk], memory.loaded)
+        if x.u is not None:
+            plgpu.copy_gmem_to_smem(x.u.at[task.row, tokens, task.head], memory.u.at[chunk], memory.loaded)
+    gates = x.gates.at[task.row, task.block * task.sizes.heads + task.head]
+    plgpu.copy_gmem_to_smem(gates, memory.gates, memory.loaded)
+    live, both = task.live, 1 + (x.states is not None)
+
+    def node(source, number, block):
+        wait_for_release(memory, number)
+        place = lax.rem(number, ring)
+        here = source.at[task.row, node_number(block, task.count), task.head]
+        plgpu.copy_gmem_to_smem(here, memory.nodes.at[place], memory.full.at[place])
+
+    def level(m, block):
+        if x.states is not None:
+            node(x.states, both * m, block)
+
+        @pl.when(m < live - 1)
+        def _():
+            node(x.changes, both * m + both - 1, block)
+
+        return without_lowest(block)
+
+    lax.fori_loop(0, live, level, task.block)
+    drain(memory, lax.max(both * live - 1, 0))
+
+
+def node_of(memory: Memory, number, use) -> Any:
+    """use(node), once load `number` is there; then it is released."""
+    place = lax.rem(number, memory.nodes.shape[0])
+    plgpu.barrier_wait(memory.full.at[place])
+    result = use(memory.nodes.at[place])
+    plgpu.barrier_arrive(memory.empty.at[place])
+    return result
+
+
+def pair_weights(gates, group, source, before) -> jax.Array:
+    """w . R [64, 64] float32 of this warpgroup's tokens and those of the chunk `source`, so many chunks before it."""
+    mine, theirs = pl.ds(group * CHUNK, CHUNK), pl.ds(source * CHUNK, CHUNK)
+    row, column = index(CHUNK, CHUNK, 0) + before * CHUNK, index(CHUNK, CHUNK, 1)
+    exponent = by_row(gates.at[SUM, mine], CHUNK) - by_column(gates.at[SUM, theirs], CHUNK)
+    apart = row ^ column
+    weight = by_row(gates.at[WEIGHTS + INSIDE - 1, mine], CHUNK)
+    for level in reversed(range(INSIDE - 1)):
+        weight = jnp.where(apart < (1 << level), by_row(gates.at[WEIGHTS + level, mine], CHUNK), weight)
+    return jnp.exp2(jnp.where(column <= row, exponent, MASKED)) * weight
+
+
+def solved_scores(memory: Memory, q, source, before, left) -> jax.Array:
+    """P = mask(Q K^T) X [64, 64] float32 of queries in registers and a chunk of keys."""
+    dtype, square = memory.k.dtype, (CHUNK, CHUNK)
+    scores = multiply(left_operand(q.astype(dtype), left[0]), memory.k.at[source].T, square)
+    seen = index(*square, 1) <= index(*square, 0) + before * CHUNK
+    scores = jnp.where(seen, scores, 0.0).astype(dtype)
+    return multiply(left_operand(scores, left[1]), memory.inverse.at[source], square)
+
+
+def inside(memory: Memory, group, q, o, left, interpret) -> tuple:
+    """Queries and outputs (or None) of a warpgroup after its own chunk and the one before it in the block."""
+    dtype, gates = memory.k.dtype, memory.gates
+
+    def step(before, carry):
+        q, *o = carry
+        source = group - before
+        solved = solved_scores(memory, q, source, before, left)
+        if o:
+            pairs = (solved * pair_weights(gates, group, source, before)).astype(dtype)
+            o = [add_product(o[0], left_operand(pairs, left[1]), memory.u.at[source], interpret)]
+        known = solved * by_column(gates.at[ERASE, pl.ds(source * CHUNK, CHUNK)], CHUNK)
+        return add_product(q, left_operand(known.astype(dtype), left[1]), memory.k.at[source], interpret), *o
+
+    return lax.fori_loop(0, group + 1, step, (q,) if o is None else (q, o))
+
+
+def change(memory: Memory, number, q, left, interpret) -> jax.Array:
+    """Q + Q N."""
+    narrow = q.astype(memory.k.dtype)
+    use = lambda node: add_product(q, left_operand(narrow, left[0]), node, interpret)  # noqa: E731
+    return node_of(memory, number, use)
+
+
+def read_program(task: Task, memory: Memory, o_gmem, left, interpret) -> None:
+    """A compute warpgroup of `read`."""
+    group, dtype, wide = lax.axis_index("group"), memory.k.dtype, (CHUNK, task.sizes.dim)
+    here, live = pl.ds(group * CHUNK, CHUNK), task.live
+    plgpu.barrier_wait(memory.loaded)
+    o = plgpu.layout_cast(jnp.zeros(wide, f32), WGMMA)
+    q, o = inside(memory, group, matrix(memory.q.at[group]), o, left, interpret)
+
+    def read(number, q, o, block):
+        weight = by_row(memory.gates.at[READS + lowest_level(block), here], task.sizes.dim)
+        scaled = (q * weight).astype(dtype)
+        return node_of(memory, number, lambda node: add_product(o, left_operand(scaled, left[0]), node, interpret))
+
+    def level(m, carry):
+        q, o, block = carry
+        o = read(2 * m, q, o, block)
+        return change(memory, 2 * m + 1, q, left, interpret), o, without_lowest(block)
+
+    q, o, block = lax.fori_loop(0, lax.max(live - 1, 0), level, (q, o, task.block))
+    o = lax.fori_loop(0, lax.min(live, 1), lambda _, o: read(2 * live - 2, q, o, block), o)
+    room = memory.q.at[group]  # the queries are no longer needed
+    room[...] = o.astype(dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(room, o_gmem.at[task.row, task.tokens(group), task.head])
+
+
+def launch(name: str, compute, x: Inputs, out, config: Config, sizes: Sizes, count: int, scratch: list, interpret):
+    """Run compute(task, memory, result, scratch) by two warpgroups of every program, `load` by a third."""
+    dtype, values = x.k.dtype, x.u is not None
+    memory, _ = memory_for(sizes, config, dtype, x.gates.shape[2], values)
+    arrays, there = [a for a in x if a is not None], [a is not None for a in x]
+
+    def body(*refs):
+        arguments, refs = iter(refs[: len(arrays)]), refs[len(arrays) :]
+        inputs = Inputs(*(next(arguments) if used else None for used in there))
+        result, own, refs = refs[0], list(refs[1 : 1 + len(memory)]), refs[1 + len(memory) :]
+        if not values:
+            own.insert(2, None)
+        task, group = Task.here(sizes, count), lax.axis_index("group")
+
+        @pl.when(group == GROUPS)
+        def _():
+            plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
+            load(task, inputs, Memory(*own))
+
+        @pl.when(group < GROUPS)
+        def _():
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            compute(task, Memory(*own), result, [ref.at[group] for ref in refs])
+            plgpu.wait_smem_to_gmem(0)
+
+    body.__name__ = name
+    return plgpu.kernel(
+        body,
+        out_type=out,
+        scratch_types=[*memory, *scratch],
+        grid=(sizes.batch, sizes.blocks, sizes.heads),
+        grid_names=("row", "block", "head"),
+        num_threads=GROUPS + 1,
+        thread_name="group",
+        compiler_params=parameters(config.automatic_barriers),
+        interpret=interpret,
+    )(*arrays)
+
+
+@narrow_indices()
+def read_out(q, k, u, inverse, gates, changes, states, *, config: Config, interpret=None) -> jax.Array:
+    """O [B, T, H, K] in the dtype of u.
+
+    q, k [B, T, G, K], u [B, T, H, K], X = inverse [B, H, T, 64] of one 16-bit dtype, T a multiple of 128; gates
+    [B, T / 128, H, rows, 128] float32; N and S of the nodes [B, P, H, K, K] of that dtype."""
+    sizes, dtype = Sizes.of(k, u), u.dtype
+    left = staging([(CHUNK, sizes.dim), (CHUNK, CHUNK)], dtype, interpret, GROUPS)
+
+    def program(task, memory, o, scratch):
+        read_program(task, memory, o, scratch if interpret is not None else (None, None), interpret)
+
+    x = Inputs(q, k, u, inverse, gates.reshape(sizes.batch, -1, *gates.shape[3:]), changes, states)
+    out = jax.ShapeDtypeStruct(u.shape, dtype)
+    return launch("log_linear_delta_read", program, x, out, config, sizes, changes.shape[1], left, interpret)

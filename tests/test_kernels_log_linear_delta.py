@@ -1,0 +1,210 @@
+"""The log-linear delta rule's kernels in Mosaic's interpreter, with its race detector, against the float64 oracle; and
+their lowering for CUDA."""
+
+import os
+
+os.environ.setdefault("NPROC", "8")  # a waiting warpgroup blocks a thread of XLA's pool: more of them than warpgroups
+
+import functools  # noqa: E402
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402
+
+from efla_jax import ops  # noqa: E402
+from efla_jax.kernels import log_linear_delta as kernel  # noqa: E402
+from efla_jax.kernels import log_linear_delta_read as reads  # noqa: E402
+from efla_jax.ops import pallas_log_linear_delta  # noqa: E402
+from efla_jax.ops.fenwick import fenwick, fenwick_level, init_fenwick_state  # noqa: E402
+from efla_jax.ops.fenwick_chunked import fenwick_chunked  # noqa: E402
+from tests import ptxas  # noqa: E402
+from tests.cases import recurrence_case  # noqa: E402
+from tests.lowering import lower_cuda, mosaic_calls  # noqa: E402
+from tests.oracle import fenwick_and_gradients, relative_rms  # noqa: E402
+
+# JAX_PLATFORMS=cuda,cpu runs the same comparisons on a Hopper GPU, by the programs themselves.
+ON_GPU = os.environ.get("JAX_PLATFORMS", "").startswith("cuda")
+INTERPRET = None if ON_GPU else plgpu.InterpretGPUParams(detect_races=True)
+NAMES = ("o", "states", "dq", "dk", "du", "derase", "dlog_decay", "dlevel_weights")
+# The same operands rounded to 16 bits as in the chunked form, in another order; nodes once more, as they pass memory.
+FLOOR, RATIO = 2.9e-3, 1.2
+FLOAT16 = 1e-3
+RACE = "RACE DETECTED"
+CASES = ("random", "no decay", "strong decay", "forget", "mixed decay", "zero keys", "cosine 0.99", "erase up to 2")
+SHAPES = {
+    "whole blocks": dict(batch=1, time=384, key_heads=1, heads=2, key_dim=64, value_dim=64),
+    "many blocks": dict(batch=1, time=1100, key_heads=1, heads=1, key_dim=64, value_dim=64),
+    "keys of 128": dict(batch=1, time=300, key_heads=1, heads=2, key_dim=128, value_dim=128),
+    "two tiles and a part": dict(batch=2, time=256, key_heads=2, heads=2, key_dim=64, value_dim=160),
+}
+CONFIG = kernel.Config()
+
+
+@pytest.fixture(autouse=True)
+def no_races(capfd):
+    """The interpreter prints each race that it sees, and goes on."""
+    yield
+    assert RACE not in capfd.readouterr().out
+
+
+@functools.cache
+def compiled(config):
+    """A jitted (arguments, cotangents) -> (o, states, gradients) by the kernels, or by the chunked form (None)."""
+
+    def op(*arguments):
+        f = fenwick(*arguments, None, None)
+        return fenwick_chunked(f, 64) if config is None else pallas_log_linear_delta.laid_out(f, config, INTERPRET)
+
+    @jax.jit
+    def run(arguments, cotangents):
+        out, pull = jax.vjp(op, *arguments)
+        return *out, *pull(cotangents)
+
+    return run
+
+
+def case(name: str, shape: str, levels: int, dtype=jnp.bfloat16):
+    """(q, k, u, erase, log_decay, level_weights) and cotangents."""
+    (*arguments, state), (d_o, _) = recurrence_case(name, dtype, **SHAPES[shape])
+    rng = np.random.default_rng(1)
+    weights = jnp.asarray(rng.normal(size=(*d_o.shape[:3], levels)), jnp.float32)
+    d_states = jnp.asarray(rng.normal(size=(*state.shape[:2], levels, *state.shape[2:])), jnp.float32)
+    return (*arguments, weights), (d_o, d_states)
+
+
+def compare(arguments, cotangents, config=CONFIG):
+    """The kernels' results, once they are as right as the chunked form."""
+    results = compiled(config)(arguments, cotangents)
+    zero = jnp.zeros_like(cotangents[1])
+    out, gradients = fenwick_and_gradients((*arguments, zero), None, np.zeros(zero.shape[0], np.int32), cotangents)
+    truth = *out, *gradients[:6]
+    errors = {n: relative_rms(r, t) for n, r, t in zip(NAMES, results, truth, strict=True)}
+    bounds = dict.fromkeys(NAMES, FLOAT16)
+    if arguments[2].dtype == jnp.bfloat16:
+        others = compiled(None)(arguments, cotangents)
+        bounds = {n: max(RATIO * relative_rms(r, t), FLOOR) for n, r, t in zip(NAMES, others, truth, strict=True)}
+    assert all(errors[n] <= bounds[n] for n in NAMES), {n: (errors[n], bounds[n]) for n in NAMES}
+
+
+def test_outputs_states_and_gradients_equal_the_oracle():
+    compare(*case("random", "whole blocks", 11))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("levels", (1, 3, 8, 10, 13))
+def test_any_number_of_levels(levels):
+    """Fewer than a block has, fewer than the row has, and more."""
+    compare(*case("random", "many blocks", levels))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_every_kind_of_input(name):
+    compare(*case(name, "many blocks", 12))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape(shape):
+    compare(*case("cosine 0.9", shape, 12))
+
+
+def test_blocks_read_the_nodes_of_their_bits():
+    """Number and level of every node that a block reads, against the levels of tokens."""
+    for count in (1, 2, 3, 5, 8, 13):
+        numbers = {}
+        for j in range(count.bit_length()):
+            for m in range(0, count >> j, 2):
+                numbers[(m + 1) << j, j] = len(numbers)
+        assert len(numbers) == count
+        for block in range(count + 1):
+            left = block
+            while left:
+                level = int(reads.lowest_level(jnp.int32(left)))
+                assert int(reads.node_number(jnp.int32(left), count)) == numbers[left, level]
+                first = left - (1 << level)
+                assert set(fenwick_level(block, np.arange(first, left)).tolist()) == {level + 1}
+                left = int(reads.without_lowest(left))
+
+
+def test_what_the_kernels_do_not_serve_is_named():
+    def ask(dtype=jnp.bfloat16, keys=64, time=128, state=None, ids=None):
+        q, u = jnp.zeros((1, time, 1, keys), dtype), jnp.zeros((1, time, 2, 64), jnp.bfloat16)
+        gates, weights = jnp.zeros((1, time, 2)), jnp.zeros((1, time, 2, 5))
+        f = fenwick(q, q, u, gates, gates, weights, state, ids)
+        return pallas_log_linear_delta.log_linear_delta_rule(f, 64, CONFIG, INTERPRET)
+
+    for reason, options in (
+        ("one dtype", dict(dtype=jnp.float16)),
+        ("K = 32", dict(keys=32)),
+        ("at least 128 tokens", dict(time=127)),
+        ("without initial_state", dict(state=init_fenwick_state(1, 2, 5, 64, 64))),
+        ("and segment_ids", dict(ids=jnp.ones((1, 128), jnp.int32))),
+    ):
+        with pytest.raises(NotImplementedError, match=reason):
+            ask(**options)
+    o, states = ask(time=0)
+    assert o.shape == (1, 0, 2, 64) and not np.asarray(states).any()
+    if ON_GPU:
+        return
+    q, gates = jnp.zeros((1, 128, 1, 64), jnp.bfloat16), jnp.zeros((1, 128, 1))
+    with pytest.raises(NotImplementedError, match="need an NVIDIA Hopper GPU"):
+        ops.log_linear_delta_rule(q, q, q, gates, gates, gates[..., None], implementation="pallas")
+
+
+def lowered(sizes, dtype, config):
+    """The program of value and gradients at (B, T, G, H, K, V, L)."""
+    batch, time, key_heads, heads, key_dim, value_dim, levels = sizes
+    shape = jax.ShapeDtypeStruct
+    keys, values = shape((batch, time, key_heads, key_dim), dtype), shape((batch, time, heads, value_dim), dtype)
+    gates, weights = shape((batch, time, heads), jnp.float32), shape((batch, time, heads, levels), jnp.float32)
+    states = shape((batch, heads, levels, key_dim, value_dim), jnp.float32)
+
+    def run(arguments, cotangents):
+        def op(*arguments):
+            return pallas_log_linear_delta.laid_out(fenwick(*arguments, None, None), config, None)
+
+        out, pull = jax.vjp(op, *arguments)
+        return out, pull(cotangents)
+
+    return lower_cuda(run, (keys, keys, values, gates, gates, weights), (values, states))
+
+
+KERNELS = 3  # of value and gradients: the inverse, the nodes, the reads
+
+
+@pytest.mark.parametrize("row", kernel.TABLE, ids=str)
+def test_every_row_of_the_table_lowers(row):
+    _, key_dim, dtype = row
+    sizes = 1, 32768, 16, 16, key_dim, key_dim, 17
+    assert mosaic_calls(lowered(sizes, jnp.dtype(dtype), kernel.TABLE[row])) == KERNELS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", kernel.DTYPES)
+@pytest.mark.parametrize("key_dim", kernel.KEY_DIMS)
+def test_the_safe_row_lowers_for_every_size(key_dim, dtype):
+    """A row of 2^20 tokens too, whose gates have the most rows."""
+    for value_dim, time in ((64, 300), (128, 1 << 20), (192, 256)):
+        for key_heads, heads in ((1, 1), (1, 3), (2, 8)):
+            sizes = 1, time, key_heads, heads, key_dim, value_dim, 21
+            assert mosaic_calls(lowered(sizes, jnp.dtype(dtype), kernel.SAFE)) == KERNELS
+
+
+@pytest.mark.slow
+# The assembler comes with the CUDA plugin, which a machine without a GPU need not have; lowering is tested without.
+@pytest.mark.skipif(ptxas.missing() is not None, reason=str(ptxas.missing()))
+@pytest.mark.parametrize("row", kernel.TABLE, ids=str)
+def test_no_row_of_the_table_spills(row):
+    """Some registers of bookkeeping at most, and no wgmma that waits for the one before."""
+    _, key_dim, dtype = row
+    program = lowered((1, 131072, 16, 16, key_dim, key_dim, 18), jnp.dtype(dtype), kernel.TABLE[row])
+    for kernel_usage in ptxas.usage(program):
+        assert kernel_usage.spilled <= 96 and not kernel_usage.serialised, kernel_usage
+
+
+def test_configs_are_looked_up():
+    assert kernel.config_for("NVIDIA H200", 128, jnp.bfloat16) is kernel.TABLE["NVIDIA H200", 128, "bfloat16"]
+    assert kernel.config_for("NVIDIA H100", 128, jnp.bfloat16) is kernel.SAFE
