@@ -159,8 +159,12 @@ def attention(q, k, v, ids):
 
 
 @pytest.mark.parametrize("packed", (True, False))
-@pytest.mark.parametrize("sizes, block", [((1, 1, 1, 8), 256), ((1, 1, 2, 4), 3), ((2, 1, 2, 2), 256)])
+@pytest.mark.parametrize(
+    "sizes, block",
+    [((1, 1, 1, 8), 256), ((1, 1, 2, 4), 3), ((2, 1, 2, 2), 256), ((2, 1, 1, 2), 3), ((1, 1, 3, 2), 256)],
+)
 def test_softmax_attention_equals_one_device(sizes, block, packed, monkeypatch):
+    """Devices that do not divide the heads left to them, and in the last two rows some that do."""
     monkeypatch.setattr(attention_file, "QUERY_BLOCK", block)
     arguments, cotangents = attention_case()
     ids = documents() if packed else None
@@ -177,6 +181,17 @@ def test_softmax_attention_in_bfloat16():
     expected, slopes = on_mesh(None, with_gradients(attention))(exact[0], documents(), exact[1])
     names = ("o", "k", "v", "dq", "dk", "dv")
     assert_close((*out, *gradients), (*expected, *slopes), names, TOLERANCE["bfloat16"])
+
+
+def test_parts_of_the_time_become_heads():
+    """What travels where the heads divide: q, k, v and o once, and once in the backward, no keys of all heads."""
+    arguments, _ = attention_case()
+
+    def op(q, k, v, ids):
+        return (attention_file.over_mesh("chunked", q, k, v, ids, None),)
+
+    found = collectives((1, 1, 1, 2), op, arguments, (TOKENS,) * 3, packed=False)
+    assert {name for name, _ in found} == {"all-to-all"} and len(found) == 8
 
 
 def test_cached_attention_splits_rows_and_heads_only():

@@ -1,5 +1,6 @@
 """Causal softmax attention over documents, and the keys and values that it carries from call to call."""
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -66,8 +67,8 @@ def softmax_attention(
     outgrows it is a ValueError too where its length is known when the op is called; under `jit` the outputs of the
     tokens that find no slot are NaN.
 
-    Under `jax.set_mesh` with a mesh of `sharding.make_mesh` each device has its rows, heads and, without a cache, its
-    part of the queries, but the keys and values of the whole time.
+    Under `jax.set_mesh` with a mesh of `sharding.make_mesh` each device has its rows and heads. Without a cache, a part
+    of the time becomes whole rows of a part of the heads (arXiv 2309.14509), or where these do not divide, all keys.
 
     implementation: "chunked" (XLA, a block of queries at a time), "auto" (on a GPU cuDNN, where that supports the
     input; else "chunked"), "pallas" (Hopper GPUs: packed documents too, no cache; NotImplementedError with the reason
@@ -176,12 +177,16 @@ def extended(cache: KVCache, k, v, document: jax.Array | None, slot: jax.Array) 
 
 
 def over_mesh(implementation: str, q, k, v, document: jax.Array | None, cache: KVCache | None) -> jax.Array:
-    """Outputs [B, T, H, V]: every device has its rows, heads and queries, and all keys. With a cache it has all queries
-    too, as they are few."""
+    """Outputs [B, T, H, V]: every device has its rows and heads, of a part of the time whole rows of few heads. With a
+    cache it has all queries, as they are few."""
     library = implementation == "auto" and on_gpu()
     table, auto = ({"cudnn": cudnn, **TABLE}, ("cudnn", *AUTO)) if library else (TABLE, AUTO)
 
     def local(context, q, k, v, document, *cached):
+        if context and (whole := whole_rows(context, q, k, v)):
+            document = None if document is None else gathered(document, context)
+            o = dispatch("softmax_attention", implementation, table, auto, (*whole, document, None, 0))
+            return lax.all_to_all(o, context, 1, 2, tiled=True)
         start = part(context) * q.shape[1]
         k, v, document = (x if x is None else gathered(x, context) for x in (k, v, document))
         arguments = q, k, v, document, KVCache(*cached) if cached else None, start
@@ -214,6 +219,17 @@ def latest(q, k, v, limit) -> jax.Array:
     scores = jnp.where(seen[:, None, None], product("bgrk,bmgk->bgrm", groups, k), MASKED)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     return product("bgrm,bmgv->bgrv", weights, v).reshape(batch, 1, heads, v.shape[3]).astype(v.dtype)
+
+
+def whole_rows(context: str, *arrays: jax.Array) -> tuple[jax.Array, ...] | None:
+    """q, k, v of the whole time and of a part of the heads, from those of a part of the time; None where the devices do
+    not divide the heads. They share the pairs of queries and keys evenly so, and a causal kernel serves them."""
+    count, heads, key_heads = lax.axis_size(context), arrays[0].shape[2], arrays[1].shape[2]
+    repeats = count // math.gcd(key_heads, count)
+    if heads % (key_heads * repeats):
+        return None
+    wide = (x if i == 0 else jnp.repeat(x, repeats, axis=2) for i, x in enumerate(arrays))
+    return tuple(lax.all_to_all(x, context, 2, 1, tiled=True) for x in wide)
 
 
 def attend(q, document_q, time_q, k, v, document, cache: KVCache | None) -> jax.Array:

@@ -1,0 +1,41 @@
+"""On meshes the operators reach their GPU kernels, every device its own: lowered for CUDA on a CPU."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from efla_jax import ops
+from efla_jax.sharding import AXES
+from tests.lowering import mosaic_calls, time_limit
+
+BATCH, TIME, HEADS, DIM = 2, 256, 4, 128
+DEVICE = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
+MESHES = {"rows": (2, 1, 1, 1), "heads": (1, 1, 2, 1), "time": (1, 1, 1, 2)}
+
+
+def shaped(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct((BATCH, TIME, *shape), dtype)
+
+
+def lowered_on(sizes, op, *avals):
+    """Value and gradients of the sum of an operator's outputs, lowered for two such devices."""
+    mesh = AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * 4, abstract_device=DEVICE)
+    run = jax.value_and_grad(lambda *a: jnp.sum(op(*a).astype(jnp.float32)), argnums=tuple(range(len(avals))))
+    with time_limit(120.0), jax.sharding.use_abstract_mesh(mesh):
+        return jax.jit(run).trace(*avals).lower(lowering_platforms=("cuda",))
+
+
+def delta(q, k, u, erase, log_decay):
+    return ops.delta_rule(q, k, u, erase, log_decay, implementation="pallas")[0]
+
+
+def linear(q, k, u, log_decay):
+    return ops.linear_attention(q, k, u, log_decay, implementation="pallas")[0]
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_recurrences(name):
+    keys, gates = (shaped(HEADS, DIM),) * 3, (shaped(HEADS, dtype=jnp.float32),) * 2
+    for op, avals in ((delta, keys + gates), (linear, keys + gates[:1])):
+        assert mosaic_calls(lowered_on(MESHES[name], op, *avals)) >= 2, op.__name__  # forward and backward
