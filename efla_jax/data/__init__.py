@@ -14,7 +14,7 @@ Image batches: {"pixels" [B, T, 1] float32, "labels" [B] int32, "mask" [B] float
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,9 +24,11 @@ from efla_jax.data import images, text, windows
 from efla_jax.data.baselines import bigram_bits_per_byte, lzma_bits_per_byte
 from efla_jax.data.batches import Batch, BatchIterator, Mixture, Source, pad_batch, step_batches
 from efla_jax.data.images import ImageSplit, corruptions, load_images
+from efla_jax.data.mad import mad_dataset
 from efla_jax.data.packing import PackedRows
 from efla_jax.data.recall import Recall, RecallDataset
 from efla_jax.data.shards import TokenSplits, open_shards
+from efla_jax.data.state_tracking import state_tracking_dataset
 from efla_jax.data.text import END_OF_DOCUMENT, VOCAB_SIZE, Corpus, TextSplits, load_text
 from efla_jax.data.tokenizer import TokenizerSpec, load_tokenizer
 from efla_jax.data.windows import Concatenated, TokenWindows
@@ -40,7 +42,11 @@ __all__ = [
 
 # Tasks that are generated: kind -> the dataset made of (config.task, batch_size, eval_batch_size, seed, worker_count).
 # Each is a language model's data with held-out `slices`, a split "test" and the attributes of RecallDataset.
-GENERATED = {"recall": RecallDataset}
+GENERATED: dict[str, Callable[..., Any]] = {
+    "recall": RecallDataset,
+    "mad": mad_dataset,
+    "state_tracking": state_tracking_dataset,
+}
 KINDS = ("text", "images", "tokens", *GENERATED)
 PACKINGS = ("windows", "first_fit", "stream")
 

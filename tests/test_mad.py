@@ -1,0 +1,252 @@
+"""MAD's tasks: the laws of their rows in figures, batches as a function of (seed, step), scores, the autoencoder."""
+
+import itertools
+
+import jaxtyping
+import numpy as np
+import pytest
+
+from efla_jax import data
+from efla_jax.data import mad
+from efla_jax.data.mad import Mad
+
+NOISY = {"vocab_size": 32, "noise": 0.2, "noise_vocab_size": 16}
+KNOWN_MAP = [239, 241, 146, 166, 182, 213, 142, 235]
+SMALL = {  # every task at a size of which nothing else has the numbers
+    "compression": {"vocab_size": 9, "length": 11},
+    "fuzzy_recall": {"vocab_size": 12, "length": 45, "motif": 2},
+    "in_context_recall": {"vocab_size": 10, "length": 26},
+    "memorization": {"vocab_size": 20, "length": 14},
+    "noisy_recall": {"vocab_size": 15, "length": 28, "noise": 0.3, "noise_vocab_size": 5},
+    "selective_copying": {"vocab_size": 13, "length": 37, "copies": 6},
+}
+
+
+def rows(name, count=4000, training=False, seed=0, **options):
+    task = Mad(name=name, **options)
+    tokens, targets = task.rows(count, task.length, np.random.default_rng(seed), training)
+    assert tokens.dtype == targets.dtype == np.int32
+    assert tokens.min() >= 0 and max(tokens.max(), targets.max()) < task.vocab_size and targets.min() >= -1
+    return tokens, targets
+
+
+@pytest.mark.parametrize(
+    "name, options, length, targets",
+    [  # counted from the authors' generators at the benchmark's baseline
+        ("compression", {"length": 32}, 32, 32),
+        ("fuzzy_recall", {}, 128, 4.37),
+        ("in_context_recall", {}, 127, 56.0),
+        ("memorization", {"vocab_size": 256, "length": 32}, 32, 16),
+        ("noisy_recall", NOISY, 127, 43.6),
+        ("selective_copying", {"length": 256}, 256, 16),
+    ],
+)
+def test_lengths_and_numbers_of_targets_are_the_published_ones(name, options, length, targets):
+    tokens, held = rows(name, **options)
+    assert tokens.shape == held.shape == (4000, length)
+    assert np.mean((held >= 0).sum(1)) == pytest.approx(targets, rel=0.02)
+    told, trained = rows(name, training=True, **options)
+    if name.endswith("recall"):  # every next token
+        assert np.all(trained[:, :-1] == told[:, 1:]) and np.all(trained >= 0)
+    else:
+        assert np.mean((trained >= 0).sum(1)) == targets
+
+
+@pytest.mark.parametrize("name, options, half, ids", [("in_context_recall", {}, 8, 16), ("noisy_recall", NOISY, 8, 16)])
+def test_recall_asks_for_values_of_keys_that_were_told(name, options, half, ids):
+    tokens, targets = rows(name, **options)
+    trained = rows(name, training=True, **options)
+    told = np.concatenate([trained[0], trained[1][:, -1:]], axis=1)  # the same rows, with their last token
+    assert np.all(told[:, :-1] == tokens)
+    pairs = told.reshape(len(told), 64, 2)
+    keys, values = pairs[..., 0], pairs[..., 1]
+    noise = keys >= ids
+    assert np.all(noise == (values >= ids)) and np.all(keys[~noise] < half)
+    assert np.all((values >= half)[~noise]) and np.all((values < ids)[~noise]) and not noise[:, -1].any()
+    expected = np.full_like(told, -1)
+    for row in range(500):
+        value_of = {}
+        for slot in range(64):
+            key, value = map(int, pairs[row, slot])
+            if noise[row, slot]:
+                continue
+            if key in value_of:
+                assert value_of[key] == value
+                expected[row, 2 * slot + 1] = value
+            value_of.setdefault(key, value)
+        assert expected[row, -1] >= 0  # the probe's key was told
+    assert np.all(targets[:500] == expected[:500, 1:])
+    counts = np.bincount(keys[:, :-1][~noise[:, :-1]], minlength=half)
+    assert counts.size == half and np.abs(counts / counts.mean() - 1).max() < 0.05
+    first = np.bincount(values[:, 0][~noise[:, 0]], minlength=ids)[half:]
+    assert np.abs(first / first.mean() - 1).max() < 0.2  # values of a key are uniform, and may be another's, too
+    if noise.any():
+        assert np.mean(noise[:, :-1]) == pytest.approx(0.2 * (1 - 1 / 63), abs=0.005)
+        inside = np.bincount(tokens[tokens >= ids], minlength=32)[16:]
+        assert np.abs(inside / inside.mean() - 1).max() < 0.06
+
+
+def test_one_pair_is_never_noise():
+    _, targets = rows("noisy_recall", noise=0.99, length=8, vocab_size=12, noise_vocab_size=4)
+    assert np.all((targets >= 0).any(1))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_fuzzy_recall_has_keys_and_values_of_several_ids(training):
+    """V = 16: ids below 7 are of keys, so that where key and value end can be read off a row."""
+    count = 1500
+    tokens, targets = rows("fuzzy_recall", count=count, training=training)
+    last = rows("fuzzy_recall", count=count, training=True)[1][:, -1:] if training else targets[:, -1:]
+    told = np.concatenate([tokens, last], axis=1)
+    key_sizes, value_sizes, repeated = [], [], 0
+    for row in range(count):
+        start = int(np.argmax(told[row] != 15))
+        assert start >= 2 and np.all(told[row, start:] != 15) and 128 + 1 - start <= 127
+        runs = [list(run) for _, run in itertools.groupby(told[row, start:].tolist(), lambda token: token < 7)]
+        assert len(runs) % 2 == 0 and all(len(set(run)) == len(run) <= 3 for run in runs)
+        value_of, expected = {}, []
+        for number, (key, value) in enumerate(zip(runs[::2], runs[1::2], strict=True)):
+            key, again = tuple(key), tuple(key) in value_of
+            assert value_of.setdefault(key, value) == value
+            asked = again or number == len(runs) // 2 - 1
+            repeated += again
+            expected += [-1] * len(key) + (value if asked else [-1] * len(value))
+            key_sizes.append(len(key))
+            value_sizes.append(len(value))
+        assert len(told[row, start:]) > 128 - 6 - 6 - 6
+        if not training:
+            assert targets[row, start - 1 :].tolist() == expected and np.all(targets[row, : start - 1] == -1)
+            assert len(runs[-2]) == 3
+    assert repeated >= 0.95 * count  # the probe at least, unless a short one's place was never reached
+    sizes = np.bincount(value_sizes, minlength=4)[1:] / len(value_sizes)
+    # Of keys that have come again the value is the first one's, so sizes are uniform up to chance.
+    assert sizes == pytest.approx([1 / 3] * 3, abs=0.03)
+    if training:
+        assert np.bincount(key_sizes, minlength=4)[1:] / len(key_sizes) == pytest.approx([1 / 3] * 3, abs=0.03)
+    else:
+        assert set(key_sizes) == {3}
+
+
+def test_motifs_are_every_ordered_choice_alike():
+    drawn = mad.motifs(np.random.default_rng(0), (60_000,), 5, 9, 3)
+    kinds, counts = np.unique(drawn, axis=0, return_counts=True)
+    assert len(kinds) == 24 and kinds.min() == 5 and kinds.max() == 8
+    assert np.abs(counts / 2500 - 1).max() < 0.1
+
+
+def test_selective_copying_spreads_blanks_before_the_last_id():
+    tokens, targets = rows("selective_copying", length=256)
+    assert np.all(tokens[:, 239] == 15) and np.all(tokens[:, 240:] == 14) and np.all(targets[:, :240] == -1)
+    data_places = tokens[:, :239] < 14
+    assert np.all(data_places.sum(1) == 16) and np.all(data_places[:, -1])  # no blank behind the last one
+    assert np.all(tokens[:, :239][data_places].reshape(-1, 16) == targets[:, 240:])
+    places = np.nonzero(data_places)[1].reshape(-1, 16)
+    gaps = np.diff(places, prepend=-1, axis=1) - 1
+    assert gaps.mean(0) == pytest.approx([223 / 16] * 16, rel=0.03)
+    assert gaps.var(0) == pytest.approx([223 / 16 * 15 / 16] * 16, rel=0.15)  # multinomial
+    counts = np.bincount(targets[:, 240:].ravel())
+    assert counts.size == 14 and np.abs(counts / counts.mean() - 1).max() < 0.05
+
+
+def test_compression_tells_the_row_itself():
+    tokens, targets = rows("compression", length=32)
+    assert np.all(tokens == targets) and np.all(tokens[:, -1] == 15)
+    counts = np.bincount(tokens[:, :-1].ravel())
+    assert counts.size == 15 and np.abs(counts / counts.mean() - 1).max() < 0.05
+
+
+def test_memorization_has_one_map_for_all_rows():
+    value_of = {}
+    for seed, training in ((0, True), (1, False)):
+        tokens, targets = rows("memorization", vocab_size=256, length=32, seed=seed, training=training)
+        assert np.all(tokens[:, 1::2] == 255) and np.all(targets[:, ::2] == -1)
+        for key, value in zip(tokens[:, ::2].ravel().tolist(), targets[:, 1::2].ravel().tolist(), strict=True):
+            assert value_of.setdefault(key, value) == value
+    assert set(value_of) == set(range(127)) and len(set(value_of.values())) == 127
+    assert min(value_of.values()) >= 127 and max(value_of.values()) == 254
+    # The authors' generator shuffles keys, then values, by the same numbers: its map, counted there.
+    assert [value_of[key] for key in range(8)] == KNOWN_MAP
+    assert np.any(mad.value_map(256, 1) != mad.value_map(256, 12345))
+
+
+def dataset(name, batch_size=16, eval_batch_size=0, seed=3, **task):
+    sizes = {"examples": 130, "test_examples": 50}
+    config = data.DataConfig(
+        kind="mad", batch_size=batch_size, eval_batch_size=eval_batch_size, seed=seed,
+        task={"name": name, **sizes, **SMALL[name], **task},
+    )  # fmt: skip
+    return data.make(config)
+
+
+def some(made, count, **how):
+    iterator = made.train_iterator(**how)
+    try:
+        return [next(iterator) for _ in range(count)]
+    finally:
+        iterator.close()
+
+
+def rows_of(batches):
+    return [row.tobytes() for batch in batches for row in batch["tokens"][batch["mask"].any(1)]]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_an_epoch_has_every_row_once_and_none_that_is_held_out(name):
+    made = dataset(name)
+    less = name in ("in_context_recall", "noisy_recall")
+    assert made.steps_per_epoch == 9 and made.length == SMALL[name]["length"] - less and made.lengths == (made.length,)
+    batches = some(made, 27)
+    assert {key: (value.dtype, value.shape) for key, value in batches[0].items()} == {
+        "tokens": (np.int32, (16, made.length)), "targets": (np.int32, (16, made.length)),
+        "mask": (np.float32, (16, made.length)),
+    }  # fmt: skip
+    epochs = [rows_of(batches[i : i + 9]) for i in (0, 9, 18)]
+    assert all(len(set(epoch)) == 130 == len(epoch) for epoch in epochs)
+    assert set(epochs[0]) == set(epochs[1]) == set(epochs[2]) and epochs[0] != epochs[1]
+    held_out = rows_of(made.eval_batches())
+    assert list(made.slices()) == [name] and made.slices("longer") == {}
+    assert len(set(held_out)) == 50 == len(held_out) and not set(held_out) & set(epochs[0])
+    assert rows_of(dataset(name, examples=2000).eval_batches()) == held_out  # whatever is trained on
+    assert set(rows_of(some(dataset(name, examples=2000), 125))) > set(epochs[0])
+
+
+@pytest.mark.parametrize("name", ["noisy_recall", "fuzzy_recall"])
+def test_batches_are_a_function_of_seed_and_step(name):
+    straight = some(dataset(name), 12)
+    for start, part in ((0, None), (7, None), (7, slice(4, 9))):
+        again = some(dataset(name), 12 - start, start_step=start, rows=part)
+        for a, b in zip(straight[start:], again, strict=True):
+            assert all(np.array_equal(a[key][part or slice(None)], b[key]) for key in a)
+    assert not np.array_equal(straight[0]["tokens"], some(dataset(name, seed=4), 1)[0]["tokens"])
+    with pytest.raises(ValueError, match="fingerprint"):
+        dataset(name, seed=4).train_iterator().set_state(dataset(name).train_iterator(2).get_state())
+
+
+FAULTS = {
+    "unknown": ("compression", {"lenght": 3}, "task.lenght: no such field of Mad. Did you mean 'length'"),
+    "name": ("compression", {"name": "recall"}, "name='recall' must be one of compression, fuzzy_recall"),
+    "short": ("compression", {"length": 3}, "length=3 must be a whole number >= 4"),
+    "odd": ("in_context_recall", {"length": 27}, "length=27 must be even, for in_context_recall is made of pairs"),
+    "noise": ("in_context_recall", {"noise": 0.2}, "noise=0.2 of noise_vocab_size=0: noisy_recall takes a probability"),
+    "no noise": ("noisy_recall", {"noise": 0.0}, "noise=0.0 of noise_vocab_size=5: noisy_recall takes a probability"),
+    "all noise": ("noisy_recall", {"noise_vocab_size": 12}, "noise_vocab_size=12 leaves no 4 of vocab_size=15 ids"),
+    "motif": ("fuzzy_recall", {"motif": 6}, "motif=6 must be at most the 5 keys of vocab_size=12"),
+    "room": ("fuzzy_recall", {"motif": 5, "length": 24}, "motif=5 must be at most .* and length=24 at least 25"),
+    "copies": ("selective_copying", {"copies": 18}, "copies=18 need length=37 to be above 37"),
+    "batch": ("compression", {"batch_size": 0}, "batch_size=0 must be >= 1"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_task_that_does_not_fit_is_refused(fault):
+    name, change, message = FAULTS[fault]
+    with pytest.raises(ValueError, match=message):
+        dataset(**({"name": name} | change)) if "name" not in change else Mad(**change)
+    with pytest.raises(ValueError, match="split='valid' must be test or longer"):
+        dataset("compression").slices("valid")
+
+
+def test_types_are_named_where_nothing_else_checks_them(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(ValueError, match="length=8.5 must be a whole number >= 4"):
+        Mad(name="compression", length=8.5)
