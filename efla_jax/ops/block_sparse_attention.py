@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from efla_jax.ops.attention import MASKED
 from efla_jax.ops.block_sparse_tiles import Places, Plan, tiles
 from efla_jax.ops.chunked import product
-from efla_jax.ops.dispatch import dispatch, missing_kernel
+from efla_jax.ops.dispatch import dispatch, missing_kernel, on_gpu
 from efla_jax.ops.document_chunks import (
     DocumentChunks,
     carried,
@@ -72,9 +72,10 @@ def block_sparse_attention(
     A `SelectedKV` goes on in any pieces, with the same chunk_size, R and G; without one the state returned has room for
     all that T tokens may select. A document that selects more than the room is a ValueError where that is known when
     the op is called; under `jit` the outputs of its further tokens are NaN. Work follows the part selected, memory is
-    O(T). implementation: "chunked" (XLA), "auto" (the same), "pallas" (Hopper GPUs: chunks of 64, several tokens, not
-    `counterfactual`; NotImplementedError with the reason for what its kernels do not cover), "triton" (no kernel yet).
-    Raises ValueError for input that does not fit. Source: NAtS-L (arXiv 2602.03681).
+    O(T). implementation: "chunked" (XLA), "pallas" (Hopper GPUs: chunks of 64, not `counterfactual`; NotImplementedError
+    with the reason for what its kernels do not cover), "auto" (of several tokens "pallas" where it serves, else
+    "chunked"), "triton" (no kernel yet). Raises ValueError for input that does not fit. Source: NAtS-L (arXiv
+    2602.03681).
 
     >>> import jax.numpy as jnp
     >>> q, v = jnp.zeros((1, 48, 1, 4)), jnp.repeat(jnp.array([6.0, 3.0, 0.0]), 16).reshape(1, 48, 1, 1)
@@ -213,7 +214,8 @@ def one_token(options: Options, q, k, v, selected, kv: SelectedKV, segment_ids) 
 
 def over_mesh(options: Options, local: Callable, arrays, legends, result: str) -> jax.Array:
     """local(solve, *arrays) on every device's rows (and heads), by the implementation asked for."""
-    op = "block_sparse_attention"
+    op, several = "block_sparse_attention", arrays[0].shape[1] > 1
+    auto = ("pallas", "chunked") if several and on_gpu() else ("chunked",)
     table = {
         "chunked": functools.partial(local, in_tiles),
         "pallas": functools.partial(local, by_kernels),
@@ -221,7 +223,7 @@ def over_mesh(options: Options, local: Callable, arrays, legends, result: str) -
     }
 
     def run(_, *arrays):
-        return dispatch(op, options.implementation, table, ("chunked",), arrays)
+        return dispatch(op, options.implementation, table, auto, arrays)
 
     return sharded(run, arrays, legends, result)
 

@@ -1,0 +1,379 @@
+"""How long NAtS-L's hybrid takes to read a context and to write behind it, beside a Transformer and Gated DeltaNet of
+the same size, at given parts of chunks that choose softmax.
+
+    python -m experiments.nats_l_latency --out=experiments/results/nats_l_latency        # on a GPU, minutes
+    python -m experiments.nats_l_latency --size=tiny --dtype=float32 --lengths=256,512 --out=runs/latency    # on a CPU
+
+Models are those of configs/lm_nats_l.py, the Transformer that of configs/lm_340m.py:attention (24 layers of 16 heads of
+64, 374M parameters). Parameters are random, matrices in the dtype of products. A router that was not trained chooses
+softmax for about half of the chunks, so its choices are replaced (the router itself still runs): routing head r gives
+chunk n to softmax where the fractional part of 0.618 n + 0.755 r is below the fraction asked for, which is that part of
+every head's chunks, spread evenly.
+
+read     one call over the whole prompt, from no cache to the logits behind its last token and the cache
+write    one token after the other, --tokens of them in one program, behind a cache that holds random numbers for
+         so many tokens; greedy. Its layers are unrolled: a loop over layers would copy every layer's cache
+memory   of reading, what the program needs beside parameters and results; of a cache, what is in use
+
+Times are medians of --repeats after a call that is not counted. Writes latency.csv, latency.md and latency.png into
+--out, after every measurement.
+"""
+
+import argparse
+import concurrent.futures
+import csv
+import functools
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from configs import lm_nats_l
+from efla_jax import LanguageModel, metrics
+from efla_jax.layers.attention import AttentionCache
+from efla_jax.layers.nats_l import NATSLCache
+from efla_jax.layers.router import Router
+from efla_jax.train import settings
+from experiments.generate_throughput import names, shown, sizes
+from experiments.language_runs import positive
+
+MODELS = ("transformer", "gated_delta_net", "gdn_hybrid", "nats_l_hybrid")
+TINY = {"width": 64, "mlp_width": 64, "depth": 3}
+SPREAD = 0.6180339887, 0.7548776662  # of chunks and of routing heads: what they add is nowhere near a fraction
+SPARE = 2048  # slots of a cache beyond the longest context
+FIELDS = (
+    "model", "fraction", "length", "read_ms", "read_tokens_per_second", "read_temporaries_mib", "write_ms_per_token",
+    "write_tokens_per_second", "cache_mib",
+)  # fmt: skip
+# Published, at 131072 tokens, of the hybrid: read 5.4 times as fast as a Transformer, 1.66 times as slow as Gated
+# DeltaNet, written 2.3 times as fast as a Transformer.
+PUBLISHED = "published at 131072 tokens: 5.4, 1.66 and 2.3"
+
+
+def fields_of(name: str, size: str) -> dict[str, Any]:
+    """The model section of a config, for LanguageModel."""
+    known = {"transformer": "gdn", "gated_delta_net": "gdn"}.get(name, name)
+    model = settings.plain(lm_nats_l.get_config(known))["model"]
+    if name == "transformer":
+        attention = {"num_heads": model["width"] // 64, "rope_base": 10000.0}
+        model |= {"mixers": ("attention",), "depth": 24, "mixer_options": {"attention": attention}}
+    if size == "tiny":
+        delta = {"num_heads": 2, "head_dim": 16, "expand_v": 2.0}
+        tiny = {"gated_delta_net": delta, "attention": {"num_heads": 2}}
+        tiny["nats_l"] = delta | {"num_attention_heads": 4, "num_routes": 2, "rope_base": 0.0}
+        mixers = tuple(dict.fromkeys(model["mixers"]))
+        model |= TINY | {"mixers": mixers if len(mixers) == 1 else (mixers[0], mixers[0], mixers[1])}
+        model["mixer_options"] = {mixer: tiny[mixer] for mixer in mixers}
+    return model | {"remat": "none"}
+
+
+def model_of(name: str, chosen: argparse.Namespace, unrolled: bool) -> LanguageModel:
+    """A model; unrolled: its pattern of mixers is all of the depth."""
+    model = fields_of(name, chosen.size) | ({"dtype": chosen.dtype} if chosen.dtype else {})
+    if unrolled:
+        model["mixers"] = model["mixers"] * (model["depth"] // len(model["mixers"]))
+    return settings.section({"model": model}, "model", LanguageModel, {"vocab_size": chosen.vocab_size})
+
+
+def parameters(model: LanguageModel) -> Any:
+    """Random ones, matrices and tables in the model's dtype."""
+
+    def narrow(x):
+        return x.astype(model.dtype) if x.ndim > 1 + (model.depth > len(model.mixers)) else x
+
+    init = jax.jit(lambda key: jax.tree.map(narrow, model.init(key, jnp.zeros((1, 1), jnp.int32))))
+    return init(jax.random.key(0))
+
+
+# ---- choices --------------------------------------------------------------------------------------------------------
+
+
+def chooses_softmax(chunk: Any, route: Any, fraction: Any, of=jnp) -> Any:
+    """Which of the chunks and routing heads (arrays that broadcast) choose softmax."""
+    place = of.asarray(chunk * SPREAD[0] + route * SPREAD[1], of.float32)
+    return place - of.floor(place) < fraction
+
+
+def forced(fraction: jax.Array):
+    """A context in which routers, traced, choose as `chooses_softmax` says."""
+
+    def interceptor(following: Callable, args, kwargs, context):
+        found = following(*args, **kwargs)
+        if not isinstance(context.module, Router) or context.method_name != "__call__":
+            return found
+        choice, pooled = found
+        position = args[2] if len(args) > 2 else kwargs.get("position")
+        first = 0 if position is None else position[:, None, None] // context.module.chunk_size
+        number = first + jnp.arange(choice.shape[1])[None, :, None]
+        soft = chooses_softmax(number, jnp.arange(choice.shape[2]), fraction).astype(choice.dtype)
+        soft = jnp.broadcast_to(soft, choice.shape[:3])
+        # A choice is 0 or 1: the router's own is never taken, but a compiler does not know.
+        return jnp.where(choice > 2, choice, jnp.stack([soft, 1 - soft], axis=-1)), pooled
+
+    return nn.intercept_methods(interceptor)
+
+
+# ---- what is timed --------------------------------------------------------------------------------------------------
+
+
+def read(model: LanguageModel, params, tokens, fraction):
+    """(logits [B, vocabulary] behind the last token, cache)."""
+    with forced(fraction):
+        x, cache = model.apply(params, tokens, method="features")
+    return model.apply(params, x[:, -1], method="logits"), cache
+
+
+def write(model: LanguageModel, count: int, params, token, cache, fraction):
+    """(last token [B, 1], cache) after `count` greedy tokens."""
+
+    def step(carry, _):
+        token, cache = carry
+        with forced(fraction):
+            logits, cache = model.apply(params, token, None, cache)
+        return (jnp.argmax(logits, axis=-1).astype(jnp.int32), cache), None
+
+    (token, cache), _ = jax.lax.scan(step, (token, cache), None, length=count)
+    return token, cache
+
+
+def begun(model: LanguageModel, length: int, room: int, fraction: float) -> tuple:
+    """A cache of one row with room for `room` tokens whose document has `length` tokens: random numbers."""
+
+    def noise(x):
+        return 0.1 * jax.random.normal(jax.random.key(x.size), x.shape, x.dtype)
+
+    def full(x):
+        return jnp.full(x.shape, length, x.dtype)
+
+    parts = []
+    for part in model.init_cache(1, max_length=room):
+        if isinstance(part, AttentionCache):
+            part = part._replace(
+                kv=part.kv._replace(k=noise(part.kv.k), v=noise(part.kv.v), length=full(part.kv.length))
+            )
+        elif isinstance(part, NATSLCache):
+            kv = part.kv
+            owners = owners_of(length // kv.k.shape[3], kv.open_k.shape[3], kv.k.shape[4], fraction)
+            owner = np.zeros(kv.owner.shape, np.int32)
+            owner[..., : len(owners)] = owners
+            pages, position = (jnp.full(kv.pages.shape, n, jnp.int32) for n in (len(owners), length))
+            kv = kv._replace(k=noise(kv.k), v=noise(kv.v), owner=jnp.asarray(owner), pages=pages, position=position)
+            part = part._replace(kv=kv, state=part.state._replace(position=full(part.state.position)))
+        parts.append(part._replace(segment=jnp.ones_like(part.segment)))
+    return tuple(parts)
+
+
+def owners_of(chunks: int, key_heads: int, shared: int, fraction: float) -> np.ndarray:
+    """Owners of the pages of so many chunks, in their order."""
+    routes = np.arange(key_heads // shared)
+    return np.nonzero(chooses_softmax(np.arange(chunks)[:, None], routes, fraction, np))[1]
+
+
+def in_use(cache: tuple, length: int) -> float:
+    """MiB of a cache that hold something."""
+    total = 0.0
+    for part in cache:
+        if isinstance(part, AttentionCache):
+            total += (part.kv.k.nbytes + part.kv.v.nbytes) * length / part.kv.k.shape[2]
+        elif isinstance(part, NATSLCache):
+            pools = part.kv.k.nbytes + part.kv.v.nbytes
+            total += pools * float(part.kv.pages.max()) / part.kv.k.shape[2] - pools
+            total += sum(x.nbytes for x in jax.tree.leaves(part))
+        else:
+            total += sum(x.nbytes for x in jax.tree.leaves(part))
+    return total / 2**20
+
+
+def median_ms(run: Callable, repeats: int) -> float:
+    """Of run(), after one call that is not counted; run waits for its results."""
+    run()
+    found = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - began)
+    return 1e3 * statistics.median(found)
+
+
+def abstract(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+class Programs:
+    """The programs of a model, compiled while others are traced."""
+
+    def __init__(self, name: str, chosen: argparse.Namespace, pool: concurrent.futures.Executor):
+        self.name, self.chosen = name, chosen
+        self.room = max(chosen.lengths) + SPARE
+        self.reader, self.writer = (model_of(name, chosen, unrolled) for unrolled in (False, True))
+        token, fraction = jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)
+        inputs = [jax.eval_shape(functools.partial(parameters, model)) for model in (self.reader, self.writer)]
+        self.reads = {}
+        for length in sorted(chosen.lengths, reverse=True):
+            tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+            lowered = jax.jit(functools.partial(read, self.reader)).lower(inputs[0], tokens, fraction)
+            self.reads[length] = pool.submit(lowered.compile)
+        cache = jax.eval_shape(lambda: self.writer.init_cache(1, max_length=self.room))
+        run = jax.jit(functools.partial(write, self.writer, chosen.tokens), donate_argnums=(1, 2))
+        self.writes = pool.submit(run.lower(inputs[1], token, cache, fraction).compile)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row of each length and fraction, without times."""
+        routed = "nats_l" in self.reader.mixers
+        fractions = self.chosen.fractions if routed else [float("nan")]
+        rows = [dict.fromkeys(FIELDS, float("nan")) for _ in fractions for _ in self.reads]
+        for row, (fraction, length) in zip(rows, ((f, n) for f in fractions for n in self.reads), strict=True):
+            row |= {"model": self.name, "fraction": fraction, "length": length}
+        return rows
+
+    def measure_reading(self, rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Fills in what reading takes, row by row."""
+        params = parameters(self.reader)
+        for row in rows:
+            length, program = row["length"], self.reads[row["length"]].result()
+            tokens = np.random.default_rng(0).integers(0, self.chosen.vocab_size, (1, length), np.int32)
+            given = params, jnp.asarray(tokens), jnp.float32(np.nan_to_num(row["fraction"]))
+            run = functools.partial(program, *given)
+            ms = median_ms(lambda run=run: jax.block_until_ready(run()), self.chosen.repeats)
+            memory = program.memory_analysis()
+            row["read_temporaries_mib"] = memory.temp_size_in_bytes / 2**20 if memory else float("nan")
+            row |= {"read_ms": ms, "read_tokens_per_second": 1e3 * length / ms}
+            yield row
+
+    def measure_writing(self, rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Fills in what writing takes and its cache, row by row."""
+        params, program = parameters(self.writer), self.writes.result()
+        for row in rows:
+            fraction = float(np.nan_to_num(row["fraction"]))
+            cache = begun(self.writer, row["length"], self.room, fraction)
+            row["cache_mib"] = in_use(cache, row["length"])
+            carried = [jnp.zeros((1, 1), jnp.int32), cache]
+            del cache
+
+            def run(carried=carried, fraction=fraction):
+                carried[:] = jax.block_until_ready(program(params, *carried, jnp.float32(fraction)))
+
+            ms = median_ms(run, self.chosen.repeats) / self.chosen.tokens
+            row |= {"write_ms_per_token": ms, "write_tokens_per_second": 1e3 / ms}
+            yield row
+
+
+# ---- what is written ------------------------------------------------------------------------------------------------
+
+
+def ratios(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """A line of each hybrid row: how its times stand to those of the Transformer and of Gated DeltaNet."""
+    known = {(row["model"], row["length"]): row for row in rows if row["model"] in MODELS[:2]}
+    lines = []
+    for row in rows:
+        others = [known.get((name, row["length"])) for name in MODELS[:2]]
+        if row["model"] == "nats_l_hybrid" and all(others):
+            of = [others[0]["read_ms"] / row["read_ms"], row["read_ms"] / others[1]["read_ms"]]
+            of.append(others[0]["write_ms_per_token"] / row["write_ms_per_token"])
+            lines.append([shown(row["fraction"]), shown(row["length"]), *(f"{x:.2f}" for x in of)])
+    return lines
+
+
+def table(lines: Sequence[Sequence[str]]) -> str:
+    head, *rest = lines
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rest))
+
+
+def save(rows: Sequence[dict[str, Any]], chosen: argparse.Namespace, command: str) -> None:
+    """latency.csv, latency.md, latency.png of the rows so far."""
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    with open(chosen.out / "latency.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        writer.writeheader()
+        writer.writerows(rows)
+    cells = [["" if row[f] != row[f] else shown(row[f]) for f in FIELDS] for row in rows]
+    text = (
+        f"`{command}`\n\nbatch 1, {jax.devices()[0].device_kind}, jax {jax.__version__}\n\n{table([FIELDS, *cells])}\n"
+    )
+    if lines := ratios(rows):
+        heads = ["fraction", "length", "Transformer / hybrid, read", "hybrid / Gated DeltaNet, read"]
+        text += f"\nRatios of times ({PUBLISHED}):\n\n{table([[*heads, 'Transformer / hybrid, write'], *lines])}\n"
+    (chosen.out / "latency.md").write_text(text)
+    panels = []
+    for column, label in (("read_ms", "ms to read the context"), ("write_ms_per_token", "ms per token behind it")):
+        curves: dict[str, list] = {}
+        for row in rows:
+            if row[column] == row[column]:
+                name = row["model"] + ("" if row["fraction"] != row["fraction"] else f" {row['fraction']:g}")
+                curves.setdefault(name, []).append((row["length"], row[column]))
+        if curves:
+            lines = {name: tuple(zip(*sorted(points), strict=True)) for name, points in curves.items()}
+            panels.append(
+                metrics.Panel(lines, "tokens of context", label, "" if panels else "batch 1", logarithmic=True)
+            )
+    if panels:
+        metrics.plot_lines(panels, chosen.out / "latency.png")
+
+
+def fractions(word: str) -> list[float]:
+    """Numbers from 0 to 1 with commas between them."""
+    found = [float(part) for part in names(word)]
+    if not found or not all(0 <= x <= 1 for x in found):
+        raise ValueError(word)
+    return found
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    whole = argparse.ArgumentParser(
+        prog="python -m experiments.nats_l_latency", allow_abbrev=False, description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    default = list(MODELS[:2]) + [MODELS[3]]
+    whole.add_argument("--models", type=names, default=default, help=f"of {', '.join(MODELS)}")
+    whole.add_argument("--lengths", type=sizes, default=[8192, 32768, 131072], help="tokens of context")
+    whole.add_argument("--fractions", type=fractions, default=[0.1, 0.25, 0.5], help="of chunks that choose softmax")
+    whole.add_argument("--tokens", type=positive, default=64, help="tokens that are written in one program")
+    whole.add_argument("--repeats", type=positive, default=3, help="timed calls; the median counts")
+    whole.add_argument("--size", choices=("380m", "tiny"), default="380m", help="tiny: to try it on a CPU")
+    whole.add_argument("--vocab_size", type=positive, default=32000, help="of the models")
+    whole.add_argument("--dtype", default="", choices=("", "float32", "bfloat16"), help="instead of the configs'")
+    whole.add_argument("--skip", choices=("", "read", "write"), default="", help="do not time this")
+    whole.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/nats_l_latency"), help="folder")
+    return whole
+
+
+def measure(chosen: argparse.Namespace, command: str) -> None:
+    """All rows."""
+    for name in chosen.models:
+        if name not in MODELS:
+            raise ValueError(f"--models={name}: choose of {', '.join(MODELS)}.")
+    rows: list[dict[str, Any]] = []
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        programs = [Programs(name, chosen, pool) for name in chosen.models]
+        for one in programs:
+            fresh = one.rows()
+            rows += fresh
+            steps = [] if chosen.skip == "write" else [one.measure_writing]
+            for step in [*steps, *([] if chosen.skip == "read" else [one.measure_reading])]:
+                for row in step(fresh):
+                    save(rows, chosen, command)
+                    print({k: v for k, v in row.items() if v == v}, flush=True)
+    print(f"{(chosen.out / 'latency.md').read_text()}\nwritten: {chosen.out}/latency.csv, .md, .png")
+
+
+def main(words: list[str] | None = None) -> None:
+    """Run a command line (None: the program's); what is wrong with it is one line, exit status 1."""
+    words = sys.argv[1:] if words is None else words
+    chosen = parser().parse_args(words)
+    try:
+        told = [word for word in words if not word.startswith("--out=")]
+        measure(chosen, " ".join(["python -m experiments.nats_l_latency", *told]))
+    except (ValueError, OSError, NotImplementedError) as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+if __name__ == "__main__":
+    main()
