@@ -72,8 +72,8 @@ def block_sparse_attention(
     A `SelectedKV` goes on in any pieces, with the same chunk_size, R and G; without one the state returned has room for
     all that T tokens may select. A document that selects more than the room is a ValueError where that is known when
     the op is called; under `jit` the outputs of its further tokens are NaN. Work follows the part selected, memory is
-    O(T). implementation: "chunked" (XLA), "pallas" (Hopper GPUs: chunks of 64, not `counterfactual`; NotImplementedError
-    with the reason for what its kernels do not cover), "auto" (of several tokens "pallas" where it serves, else
+    O(T). implementation: "chunked" (XLA), "pallas" (Hopper GPUs: chunks of 64, not `counterfactual`; of what its
+    kernels do not cover NotImplementedError with the reason), "auto" (of several tokens "pallas" where it serves, else
     "chunked"), "triton" (no kernel yet). Raises ValueError for input that does not fit. Source: NAtS-L (arXiv
     2602.03681).
 
