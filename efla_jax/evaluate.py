@@ -17,7 +17,7 @@ from flax import linen as nn
 
 from efla_jax import layers, metrics
 from efla_jax.layers.reading import by_layer
-from efla_jax.losses import PIECE_BYTES, Sums, cross_entropy, weighted_sums
+from efla_jax.losses import PIECE_BYTES, Sums, class_tallies, cross_entropy, macro_accuracy, weighted_sums
 from efla_jax.model import LanguageModel, SequenceClassifier
 from efla_jax.ops.segments import positions
 
@@ -34,8 +34,9 @@ def batch_sums(
     """The sums of one batch: every unmasked next token, or every unmasked image. `rngs` with "dropout" turns dropout
     on; chunk (text only) and z_loss as in `losses.cross_entropy`.
 
-    Text: {"tokens", "targets", "mask"} [B, T] and, where rows are not one document each, "segment_ids" [B, T]; images:
-    {"pixels" [B, T, 1], "labels" [B], "mask" [B]}."""
+    Text: {"tokens", "targets", "mask"} [B, T] and, where rows are not one document each, "segment_ids" [B, T]; with
+    "places" [B, N] targets and mask are [B, N], of the tokens at those places. Images: {"pixels" [B, T, 1], "labels"
+    [B], "mask" [B]}."""
     return sums_and_readings(model, params, batch, rngs, chunk=chunk, z_loss=z_loss)[0]
 
 
@@ -55,6 +56,9 @@ def sums_and_readings(
             params, batch["tokens"], segment_ids=batch.get("segment_ids"), rngs=rngs, method=model.features,
             capture_intermediates=capture, mutable="intermediates",
         )  # fmt: skip
+
+        if "places" in batch:
+            features = jnp.take_along_axis(features, batch["places"][..., None], axis=1)
 
         def logits_of(x: jax.Array) -> jax.Array:
             return cast(jax.Array, model.apply(params, x, method=model.logits))
@@ -99,6 +103,11 @@ def evaluate(
         waiting = fresh
     if waiting is not None:
         totals += np.asarray(jax.device_get(waiting), np.float64)
+    return scores_of(model, totals)
+
+
+def scores_of(model: nn.Module, totals: np.ndarray) -> dict[str, float]:
+    """What `evaluate` returns for the `Sums` of all batches."""
     loss, weight, correct, _ = totals
     if not weight:
         raise ValueError("batches: no target has a positive mask, so there is nothing to score.")
@@ -114,9 +123,42 @@ def evaluate_slices(
 ) -> dict[str, float]:
     """Means of the scores over slices that have equally many examples of equally many targets each, so that they are
     means over examples; and the accuracy of every slice as "accuracy/NAME". `score` is `evaluate` of a model."""
-    each = {name: score(batches) for name, batches in slices.items()}
+    return mean_of_slices({name: score(batches) for name, batches in slices.items()})
+
+
+def mean_of_slices(each: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """What `evaluate_slices` returns for the scores of every slice."""
     means = {key: float(np.mean([scores[key] for scores in each.values()])) for key in next(iter(each.values()))}
     return means | {f"accuracy/{name}": scores["accuracy"] for name, scores in each.items()}
+
+
+def batch_tallies(model: nn.Module, params, batch: Mapping[str, jax.Array]) -> jax.Array:
+    """`losses.class_tallies` of one batch of `batch_sums`."""
+    x, _ = model.apply(params, batch["tokens"], segment_ids=batch.get("segment_ids"), method="features")
+    if "places" in batch:
+        x = jnp.take_along_axis(x, batch["places"][..., None], axis=1)
+    logits = cast(jax.Array, model.apply(params, x, method="logits"))
+    return class_tallies(logits, batch["targets"], batch["mask"])
+
+
+@functools.lru_cache(maxsize=8)
+def compiled_tallies(model: nn.Module):
+    """`batch_tallies` of a model, jitted once for every evaluation of the process."""
+    return jax.jit(functools.partial(batch_tallies, model))
+
+
+def evaluate_classes(
+    model: nn.Module,
+    params,
+    batches: Iterable[Mapping[str, np.ndarray]],
+    *,
+    place: Callable[[Mapping[str, np.ndarray]], Mapping[str, Any]] = lambda batch: batch,
+    limit: int = 0,
+) -> dict[str, float]:
+    """{"macro_accuracy"} of all the batches, for few classes: it has a pass of its own. Arguments as of `evaluate`."""
+    run = compiled_tallies(model)
+    parts = [run(params, place(batch)) for batch in itertools.islice(batches, limit or None)]
+    return {"macro_accuracy": macro_accuracy(np.sum(jax.device_get(parts), axis=0, dtype=np.float64))}
 
 
 class TokenScores(NamedTuple):

@@ -4,7 +4,9 @@ An implementation that does not support an input raises NotImplementedError with
 Wrong input is a ValueError and is never retried. Kernels are reached only from here, and only when asked for.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -25,6 +27,20 @@ def automatic(time: int, state_bytes: int = 0) -> tuple[str, ...]:
     if time <= SHORT:
         return ("pallas", "recurrent") if time == 1 and state_bytes >= LARGE_STATE else ("recurrent",)
     return ("pallas", "chunked")
+
+
+KERNELS = contextvars.ContextVar("kernels", default=True)
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """What is traced inside takes no GPU kernel where the choice is "auto": for `jax.vmap` over parameters, which the
+    kernels cannot be taken through."""
+    before = KERNELS.set(False)
+    try:
+        yield
+    finally:
+        KERNELS.reset(before)
 
 
 def missing_kernel(op: str) -> Callable[..., NoReturn]:
@@ -52,6 +68,8 @@ def dispatch(op: str, implementation: str, table: Table, auto: Sequence[str], ar
     declined = []
     for name in auto:
         try:
+            if name == "pallas" and not KERNELS.get():
+                raise NotImplementedError(f"{op}: no GPU kernel inside dispatch.without_kernels()")
             return table[name](*arguments)
         except NotImplementedError as reason:
             declined.append(reason)

@@ -26,7 +26,7 @@ class TrainState(NamedTuple):
     key: jax.Array
 
 
-def make_state(model: nn.Module, optimizer, seed: int) -> TrainState:
+def make_state(model: nn.Module, optimizer, seed: int | jax.Array) -> TrainState:
     """Parameters (float32) and optimiser state of step 0, a pure function of the seed: jit it with out_shardings."""
     init_key, key = jax.random.split(jax.random.key(seed))
     if isinstance(model, LanguageModel):

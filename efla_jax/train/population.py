@@ -1,0 +1,289 @@
+"""Many small models in one program: runs that differ in their seed and learning rate only, side by side under vmap.
+
+    found = fit_population([config, other], ["runs/a", "runs/b"])          # one `Outcome` per config
+
+A model of width 64 leaves a GPU idle between its kernels; a dozen of them take hardly longer than one. Every member
+trains as `fit` would train it by itself, on the rows of its own seed, to the tolerance of another order of its sums.
+What it has not: a mesh, checkpoints on the way, signals. GPU kernels cannot be taken through vmap, so XLA computes the
+operators.
+"""
+
+import contextlib
+import functools
+import io
+import json
+import math
+import pathlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+
+from efla_jax import data, metrics, optim
+from efla_jax.checkpoint import Checkpointer
+from efla_jax.evaluate import batch_sums, mean_of_slices, scores_of
+from efla_jax.losses import Sums
+from efla_jax.ops.dispatch import without_kernels
+from efla_jax.train import settings
+from efla_jax.train.loop import HELD_OUT
+from efla_jax.train.step import TrainState, make_state, make_step
+
+Configs = Sequence[Mapping[str, Any]]
+
+
+class Outcome(NamedTuple):
+    """How a member ended. status: "finished", at its last step or at train.stop_at, or "diverged", after
+    train.max_skipped steps in a row without a finite gradient; step: where; scores: the last held-out ones before;
+    best: the highest held-out accuracy of all; seconds: since the population began; params: those that are scored."""
+
+    status: str
+    step: int
+    scores: dict[str, float]
+    best: float
+    seconds: float
+    params: Any
+
+
+class Population(NamedTuple):
+    """What members share. which [M]: the dataset of each member; rates [M]: their learning rates."""
+
+    config: Mapping[str, Any]
+    model: nn.Module
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+    datasets: tuple
+    which: jax.Array
+    rates: jax.Array
+    seeds: jax.Array
+
+
+def shared(config: Mapping[str, Any]) -> str:
+    """What members of one population have in common, as text: all of a config but seed and learning rate. Rows of
+    several lengths come in an order of their seed, so that it is shared, too."""
+    common = json.loads(json.dumps(config))
+    del common["optim"]["learning_rate"]
+    if isinstance(common["data"].get("task", {}).get("length", 0), int):
+        del common["seed"]
+    return json.dumps(common, sort_keys=True)
+
+
+def build(configs: Configs) -> Population:
+    """Check every config, and build what they share. Raises ValueError for configs that are no population."""
+    first = configs[0]
+    for config in configs:
+        settings.check_sections(config)
+        settings.check_train(config["train"])
+        if shared(config) != shared(first):
+            raise ValueError("configs: they differ in more than seed and optim.learning_rate; train them apart.")
+        if config["optim"].get("ema_decay") or config["optim"].get("adam_learning_rate"):
+            raise ValueError(
+                "config.optim: an average and a second rate depend on the learning rate in ways that a population does"
+                " not follow; set ema_decay and adam_learning_rate to 0, or train apart."
+            )
+    steps = {"total_steps": first["train"]["steps"]}
+    for config in configs:
+        settings.section(config, "optim", optim.make_optimizer, steps)
+    # Every update is proportional to the peak rate, so that of rate 1 times a member's is its own.
+    unit = {"optim": {**first["optim"], "learning_rate": 1.0}}
+    optimizer, schedule = settings.section(unit, "optim", optim.make_optimizer, steps)
+    by_seed = {config["seed"]: settings.build_dataset(config) for config in configs}
+    model = settings.build_model(first, next(iter(by_seed.values())))
+    settings.check_penalty(first)
+    seeds = list(by_seed)
+    return Population(
+        first, model, optimizer, schedule, tuple(by_seed.values()),
+        jnp.asarray([seeds.index(config["seed"]) for config in configs], jnp.int32),
+        jnp.asarray([config["optim"]["learning_rate"] for config in configs], jnp.float32),
+        jnp.asarray([config["seed"] for config in configs], jnp.uint32),
+    )  # fmt: skip
+
+
+def begin(population: Population) -> TrainState:
+    """The states of step 0, leaves [M, ...]."""
+    one = functools.partial(make_state, population.model, population.optimizer)
+    with without_kernels():
+        return jax.jit(jax.vmap(one))(population.seeds)
+
+
+def make_population_step(population: Population) -> Callable:
+    """The jitted, donated (states, batches) -> (states, report): `make_step` for every member at its own rate; batches
+    have one row per dataset, leaves [S, B, ...]."""
+    options = population.config["train"]
+    fields = {name: options[name] for name in ("accumulate", "loss_chunk", "z_loss", "softmax_penalty")}
+
+    def member(state, rate, batch):
+        def update(gradients, state, params=None):
+            updates, state = population.optimizer.update(gradients, state, params)
+            return jax.tree.map(lambda u: rate * u, updates), state
+
+        scaled = optax.GradientTransformation(population.optimizer.init, update)
+        step = make_step(population.model, scaled, lambda count: rate * population.schedule(count), **fields)
+        return step.__wrapped__(state, batch)  # what is jitted and donated is the whole population
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(states, batches):
+        batches = jax.tree.map(lambda x: x[population.which], batches)
+        return jax.vmap(member)(states, population.rates, batches)
+
+    return step
+
+
+def make_population_sums(population: Population) -> Callable:
+    """The jitted (params, batches) -> `Sums` of every member, [M] each."""
+    one = functools.partial(batch_sums, population.model, chunk=population.config["train"]["loss_chunk"])
+
+    @jax.jit
+    def sums(params, batches):
+        return jax.vmap(one)(params, jax.tree.map(lambda x: x[population.which], batches))
+
+    return sums
+
+
+def stacked(batches: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """One batch of each dataset, side by side: leaves [S, B, ...]. Where at most half of the tokens have a target, what
+    is kept of targets and mask are those, [S, B, N] at "places": logits of the others are most of a small model's work.
+
+    N is a power of two, so that a task whose rows have different numbers of targets has few shapes."""
+    joined = {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
+    real = joined["mask"] > 0
+    if "tokens" not in joined:
+        return joined
+    count = 1 << max(0, int(real.sum(-1).max()) - 1).bit_length()
+    if 2 * count > real.shape[-1]:
+        return joined
+    places = np.argsort(~real, axis=-1, kind="stable")[..., :count].astype(np.int32)
+    kept = {name: np.take_along_axis(joined[name], places, axis=-1) for name in ("targets", "mask")}
+    return joined | kept | {"places": places}
+
+
+def held_out(population: Population, sums: Callable, params, split: str = "") -> list[dict[str, float]]:
+    """The scores of a split, by default the held-out one, of every member: see `evaluate`."""
+    first = population.datasets[0]
+    split, limit = split or HELD_OUT[first.kind], population.config["train"]["eval_batches"]
+    sliced = first.kind in data.GENERATED
+    parts = [one.slices(split) if sliced else {"": one.eval_batches(split)} for one in population.datasets]
+    totals = {}
+    for name in parts[0]:
+        total = np.zeros((len(Sums._fields), len(population.rates)))
+        for number, batches in enumerate(zip(*(part[name] for part in parts), strict=True)):
+            if limit and number >= limit:
+                break
+            total += np.asarray(sums(params, stacked(batches)), np.float64)
+        totals[name] = total
+    members = range(len(population.rates))
+    each = [{name: scores_of(population.model, total[:, i]) for name, total in totals.items()} for i in members]
+    scores = [mean_of_slices(one) if sliced else one[""] for one in each]
+    per_byte = getattr(first, "bytes_per_token", 0.0)
+    return [one | ({"bits_per_byte": one["bits"] / per_byte} if per_byte else {}) for one in scores]
+
+
+class Members:
+    """What is known of each member while the population trains, with its rows of metrics.jsonl."""
+
+    def __init__(self, folders: Sequence[str | pathlib.Path], stack: contextlib.ExitStack, keep: bool):
+        quiet = functools.partial(metrics.Writer, tensorboard=False, stream=io.StringIO(), print_every=1 << 62)
+        self.writers = [stack.enter_context(quiet(folder)) for folder in folders]
+        self.folders, self.keep = folders, keep
+        self.outcomes: list[Outcome | None] = [None] * len(folders)
+        self.scores: list[dict[str, float]] = [{} for _ in folders]
+        self.best = [math.nan] * len(folders)
+        self.began = time.perf_counter()
+
+    @property
+    def going(self) -> list[int]:
+        return [member for member, outcome in enumerate(self.outcomes) if outcome is None]
+
+    def log(self, step: int, report: Mapping[str, np.ndarray]) -> None:
+        for member in self.going:
+            self.writers[member].write(step, {name: values[member] for name, values in report.items()})
+
+    def note(self, step: int, scores: Sequence[Mapping[str, float]], split: str) -> None:
+        for member in self.going:
+            self.scores[member] = dict(scores[member])
+            self.best[member] = float(np.nanmax([self.best[member], scores[member]["accuracy"]]))
+            self.writers[member].write(step, {f"{split}_{name}": value for name, value in scores[member].items()})
+
+    def end(self, member: int, status: str, step: int, states: TrainState, data_state: Mapping[str, Any]) -> None:
+        own = jax.tree.map(lambda x: x[member], states)
+        seconds = time.perf_counter() - self.began
+        params = jax.device_get(own.params)
+        self.outcomes[member] = Outcome(status, step, self.scores[member], self.best[member], seconds, params)
+        if self.keep:
+            folder = pathlib.Path(self.folders[member])
+            metadata = {"config": json.loads((folder / "config.json").read_text()), "tokenizer": ""}
+            with Checkpointer(folder / "checkpoints", max_to_keep=1) as checkpointer:
+                checkpointer.save(step, own, data_state, metadata)
+                checkpointer.wait()
+
+
+def fit_population(
+    configs: Configs,
+    folders: Sequence[str | pathlib.Path],
+    progress: Callable[[int, int], None] = lambda *_: None,
+    *,
+    keep: bool = False,
+) -> list[Outcome]:
+    """Train every config, plain dicts that `shared` does not tell apart, to its end; see `train.fit` for what a config
+    says. Writes config.json and metrics.jsonl into each member's folder; progress(step, members that still train) is
+    called after every step.
+
+    A member that reaches train.stop_at keeps the scores it has then; keep: its state, too, as a checkpoint that
+    `train.fit` goes on from. Raises ValueError for configs that do not fit."""
+    configs = [settings.plain(config) for config in configs]
+    population = build(configs)
+    for config, folder in zip(configs, folders, strict=True):
+        pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+        (pathlib.Path(folder) / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    precision = configs[0]["train"]["matmul_precision"]
+    with jax.default_matmul_precision(precision), without_kernels(), contextlib.ExitStack() as stack:
+        members = Members(folders, stack, keep)
+        train(population, members, stack, progress)
+    return [outcome for outcome in members.outcomes if outcome is not None]
+
+
+def train(population: Population, members: Members, stack: contextlib.ExitStack, progress: Callable) -> None:
+    """Steps, logs and scores until every member has ended."""
+    options = population.config["train"]
+    step, sums = make_population_step(population), make_population_sums(population)
+    iterators = [stack.enter_context(contextlib.closing(one.train_iterator())) for one in population.datasets]
+    states, end, before = begin(population), options["steps"], None
+    which = np.asarray(population.which)
+
+    def finish(member: int, status: str) -> None:
+        members.end(member, status, done, states, iterators[which[member]].get_state())
+
+    for done in range(1, end + 1):
+        states, report = step(states, stacked([next(iterator) for iterator in iterators]))
+        jax.block_until_ready(before)  # so that the host is one step ahead and no more
+        before = report["loss"]
+        if done % options["log_every"] == 0 or done in (1, end):
+            report = {name: np.asarray(values) for name, values in report.items() if name != "first_bad"}
+            bad = report.pop("skipped_in_a_row")
+            members.log(done, report)
+            for member in members.going:
+                if bad[member] >= options["max_skipped"]:
+                    finish(member, "diverged")
+        if done == end or (options["eval_every"] and done % options["eval_every"] == 0):
+            for member in score(population, members, sums, states.params, done):
+                finish(member, "finished")
+        progress(done, len(members.going))
+        if not members.going:
+            break
+
+
+def score(population: Population, members: Members, sums: Callable, params, step: int) -> list[int]:
+    """Held-out scores of a step; the members that end here, which have those of "longer" rows, too."""
+    scores, options, first = held_out(population, sums, params), population.config["train"], population.datasets[0]
+    at_goal = [0 < options["stop_at"] <= one["accuracy"] for one in scores]
+    ending = [member for member in members.going if at_goal[member] or step == options["steps"]]
+    if ending and first.kind in data.GENERATED and first.slices("longer"):
+        for member, longer in enumerate(held_out(population, sums, params, "longer")):
+            if member in ending:
+                scores[member] |= {name: value for name, value in longer.items() if "/" in name}
+    members.note(step, scores, HELD_OUT[first.kind])
+    return ending

@@ -1,0 +1,106 @@
+"""Many models in one program: each is what it would be by itself, ends when it would, and says what happened to it."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import quickstart
+from efla_jax import evaluate, metrics, train
+from efla_jax.train import population
+from efla_jax.train.population import fit_population
+
+# Float32 sums in another order, through 15 updates of Adam, which makes much of a gradient near zero.
+CLOSE = 2e-4
+
+
+def tiny(seed=0, rate=3e-3, mixer="gated_delta_net", **task):
+    config = quickstart.get_config(mixer)
+    config.mesh.data, config.seed = 1, seed
+    with config.unlocked():
+        config.data = dict(kind="recall", batch_size=8, eval_batch_size=32, task=dict(
+            layout="packed", vocab_size=8, length=6, pairs=1, examples=200, test_examples=64, longer=(10,)
+        ) | task)  # fmt: skip
+    config.model.update(width=16, depth=1, mlp="none")
+    config.optim.update(learning_rate=rate, schedule="cosine", warmup_steps=2, weight_decay=0.1, clip_norm=1.0)
+    config.train.update(steps=15, log_every=5, eval_every=10, stop_at=0.0)
+    return train.plain(config)
+
+
+def scored(folder):
+    return [row for row in metrics.read_rows(folder) if "test_accuracy" in row]
+
+
+def test_every_member_is_what_it_is_by_itself(tmp_path):
+    configs = [tiny(seed, rate) for seed, rate in ((0, 3e-3), (0, 1e-2), (5, 3e-3))]
+    folders = [tmp_path / str(number) for number in range(3)]
+    told = []
+    found = fit_population(configs, folders, lambda step, members: told.append((step, members)))
+    assert told == [(step, 3) for step in range(1, 15)] + [(15, 0)]
+    for config, folder, outcome in list(zip(configs, folders, found, strict=True))[1:]:
+        alone = train.fit(config, tmp_path / f"{folder.name}_alone")
+        assert outcome.status == "finished" and outcome.step == 15 and outcome.scores.keys() == alone.scores.keys()
+        for name, value in alone.scores.items():
+            assert outcome.scores[name] == pytest.approx(value, rel=CLOSE, abs=CLOSE), name
+        for ours, theirs in zip(*map(jax.tree.leaves, (outcome.params, alone.params)), strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=CLOSE)
+        rows, expected = metrics.read_rows(folder), metrics.read_rows(alone.workdir)
+        assert [row["step"] for row in rows] == [row["step"] for row in expected]
+        for row, other in zip(rows, expected, strict=True):
+            for name, value in row.items():
+                assert value == pytest.approx(other[name], rel=CLOSE, abs=CLOSE), (row["step"], name)
+        assert outcome.best == max(row["test_accuracy"] for row in scored(folder))
+        assert json.loads((folder / "config.json").read_text()) == json.loads(json.dumps(config))
+
+
+def test_a_member_ends_at_its_goal_and_keeps_those_scores(tmp_path):
+    """At rate 1e-2 one pair of four values is learned; at 1e-9 nothing is."""
+    configs = [tiny(rate=rate) for rate in (1e-9, 1e-2)]
+    for config in configs:
+        config["model"]["depth"] = 2
+        config["optim"].update(schedule="constant", warmup_steps=0, weight_decay=0.0)
+        config["train"].update(steps=80, stop_at=0.9)
+    slow, quick = fit_population(configs, [tmp_path / "slow", tmp_path / "quick"])
+    assert (slow.status, slow.step) == ("finished", 80) and slow.scores["accuracy"] < 0.6
+    assert quick.status == "finished" and quick.step < 80 and quick.scores["accuracy"] >= 0.9
+    assert metrics.read_rows(tmp_path / "quick")[-1]["step"] == quick.step and "accuracy/10x1" in quick.scores
+    assert all(row["test_accuracy"] < 0.9 for row in scored(tmp_path / "quick")[:-1])
+
+
+def test_a_member_that_diverges_does_not_stop_the_others(tmp_path):
+    configs = [tiny(rate=rate) for rate in (1e-3, 1e38)]
+    for config in configs:
+        config["train"].update(max_skipped=3)
+    good, bad = fit_population(configs, [tmp_path / "good", tmp_path / "bad"])
+    assert (good.status, good.step, bad.status, bad.step, bad.scores) == ("finished", 15, "diverged", 5, {})
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(good.params))
+
+
+def test_configs_that_are_no_population_are_refused(tmp_path):
+    wider, averaged = tiny(1), tiny(1)
+    wider["model"]["width"], averaged["optim"]["ema_decay"] = 8, 0.9
+    for configs, message in (([tiny(), wider], "differ in more than seed and optim.learning_rate"),
+                             ([averaged, averaged], "set ema_decay and adam_learning_rate to 0"),
+                             ([tiny(), tiny(rate=-1.0)], "learning_rate=-1.0 must be > 0")):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            fit_population(configs, [tmp_path / "a", tmp_path / "b"])
+    lengths = [tiny(seed, length=(6, 8), pairs=(1, 1)) for seed in (0, 1)]
+    assert population.shared(lengths[0]) != population.shared(lengths[1])  # their batches come in different orders
+    assert population.shared(tiny(0, 1e-3)) == population.shared(tiny(1, 1e-2))
+
+
+def test_only_tokens_with_a_target_have_logits():
+    """The sums are those of all tokens."""
+    config = tiny(length=24, pairs=3, vocab_size=20, longer=())
+    dataset = train.settings.build_dataset(config)
+    model = train.settings.build_model(config, dataset)
+    params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    batch = next(dataset.eval_batches())
+    few = population.stacked([batch])
+    assert few["targets"].shape == few["places"].shape == (1, 32, 4) and few["mask"].sum() == batch["mask"].sum()
+    ours, full = (evaluate.batch_sums(model, params, one) for one in (jax.tree.map(lambda x: x[0], few), batch))
+    np.testing.assert_allclose(ours, full, rtol=1e-6)
+    dense = batch | {"mask": np.ones_like(batch["mask"])}
+    assert "places" not in population.stacked([dense])
