@@ -78,7 +78,8 @@ def get_sweep():
 
 def chosen(arg: str) -> tuple[str, dict]:
     """(mixer, fields of the task) of MIXER-TASK or MIXER-TASK-FIELD=VALUE."""
-    mixer, task, *change = (arg or "efla-in_context_recall").split("-", 2)
+    mixer, _, rest = (arg or "efla-in_context_recall").partition("-")
+    task, *change = rest.split("-", 1)
     where = f"--config=configs/paper_mad.py:{arg}"
     if mixer not in OPTIONS:
         raise ValueError(f"{where}: {mixer!r} is not one of {tuple(OPTIONS)}.")

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from efla_jax.sharding import ACTIVATIONS, auto_mesh, extent
@@ -51,6 +52,26 @@ def weighted_sums(logits: jax.Array, targets: jax.Array, mask: jax.Array, z_loss
     guess = jnp.min(jnp.where(logits >= top, ids, vocabulary), -1)  # of equal logits the first, as argmax
     right = jnp.where(real & (guess == targets), weights, 0)
     return Sums(jnp.sum(loss * weights), jnp.sum(weights), jnp.sum(right), jnp.sum(z * weights))
+
+
+def class_tallies(logits: jax.Array, targets: jax.Array, mask: jax.Array) -> jax.Array:
+    """[3, V] float32 over the tokens of mask > 0: how often each class was the target, was guessed, and both. Add those
+    of batches, then see `macro_accuracy`."""
+    vocabulary = logits.shape[-1]
+    real = (mask > 0).ravel()
+    guess = jnp.argmax(logits, axis=-1).ravel()
+
+    def count(ids, what):
+        return jnp.zeros(vocabulary, jnp.float32).at[ids.ravel()].add(what.astype(jnp.float32), mode="drop")
+
+    return jnp.stack([count(targets, real), count(guess, real), count(targets, real & (guess == targets.ravel()))])
+
+
+def macro_accuracy(tallies) -> float:
+    """Mean over classes of the part of their targets that was guessed, from `class_tallies`. A class that was neither
+    target nor guess is left out; one that was only guessed counts 0."""
+    asked, guessed, right = tallies
+    return float((right / np.maximum(asked, 1))[(asked > 0) | (guessed > 0)].mean())
 
 
 def cross_entropy(

@@ -1,14 +1,19 @@
 """MAD's tasks: the laws of their rows in figures, batches as a function of (seed, step), scores, the autoencoder."""
 
 import itertools
+import math
 
+import jax
+import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
 
-from efla_jax import data
+from configs import paper_mad, quickstart
+from efla_jax import data, evaluate, losses, metrics, sharding, train
 from efla_jax.data import mad
 from efla_jax.data.mad import Mad
+from efla_jax.model import AutoEncoder, LanguageModel
 
 NOISY = {"vocab_size": 32, "noise": 0.2, "noise_vocab_size": 16}
 KNOWN_MAP = [239, 241, 146, 166, 182, 213, 142, 235]
@@ -250,3 +255,122 @@ def test_types_are_named_where_nothing_else_checks_them(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     with pytest.raises(ValueError, match="length=8.5 must be a whole number >= 4"):
         Mad(name="compression", length=8.5)
+
+
+def test_macro_accuracy_is_the_mean_over_classes():
+    """By hand: class 0 is right twice of three times, 2 never, 3 only guessed, 1 and 4 do not occur."""
+    targets = jnp.array([[0, 0, 0, 2, 1]])
+    guesses = jnp.array([[0, 0, 3, 0, 1]])
+    mask = jnp.array([[1.0, 1.0, 0.5, 1.0, 0.0]])
+    tallies = losses.class_tallies(jax.nn.one_hot(guesses, 5), targets, mask)
+    assert tallies.tolist() == [[3, 0, 1, 0, 0], [3, 0, 0, 1, 0], [2, 0, 0, 0, 0]]
+    assert losses.macro_accuracy(np.asarray(tallies)) == pytest.approx((2 / 3 + 0 + 0) / 3)
+
+
+def test_an_autoencoder_is_its_equations():
+    """Two blocks, then sines, two dense layers, norm and head by hand; only the last token's output is read."""
+    options = {"num_heads": 2, "conv_width": 0, "chunk_size": 16}
+    fields = dict(mixers=("delta_net",), mixer_options={"delta_net": options}, norm="layer", norm_eps=1e-3, mlp="none")
+    model = AutoEncoder(vocab_size=11, width=6, depth=2, **fields)
+    tokens = jax.random.randint(jax.random.key(0), (3, 5), 0, 11)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda p: p + 0.1 * rng.normal(size=p.shape), model.init(jax.random.key(1), tokens))
+    sharding.specs(params)
+    own = params["params"]
+    inside = {"params": {name: own[name] for name in own if name != "decoder"}}
+    z = np.asarray(LanguageModel(vocab_size=11, width=6, depth=2, **fields).apply(
+        inside, tokens, None, None, method="mixed"
+    )[0])[:, -1]  # fmt: skip
+
+    def norm(x, scale, bias):
+        x = x - x.mean(-1, keepdims=True)
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-3) * scale + bias
+
+    rates = np.array([1.0, 0.01, 0.0001])
+    place = np.stack([np.concatenate([np.sin(t * rates), np.cos(t * rates)]) for t in range(5)])
+    x = z[:, None] + place
+    for layer in range(2):
+        dense = own["decoder"][f"dense_{layer}"]
+        x = norm(x, **own["decoder"][f"norm_{layer}"]) @ np.asarray(dense["kernel"]) + dense["bias"]
+        x = x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+    expected = norm(x, **own["final_norm"]) @ np.asarray(own["lm_head"]["kernel"])
+    np.testing.assert_allclose(model.apply(params, tokens)[0], expected, atol=1e-4)
+    with pytest.raises(ValueError, match="segment_ids: an autoencoder reads whole rows"):
+        model.apply(params, tokens, jnp.ones_like(tokens))
+    with pytest.raises(ValueError, match="cache: an autoencoder reads whole rows"):
+        model.apply(params, tokens, cache=model.init_cache(3))
+    with pytest.raises(ValueError, match="width: 7 is odd"):
+        AutoEncoder(vocab_size=11, width=7, depth=2, **fields)
+
+
+def tiny(task, steps=60, width=16, **options):
+    config = quickstart.get_config("gated_delta_net")
+    config.mesh.data = 1
+    with config.unlocked():
+        config.data = dict(kind="mad", batch_size=32, eval_batch_size=64, task=task | {"test_examples": 64})
+    config.model.update(width=width, depth=1, mlp="none", norm="layer", **options)
+    config.optim.update(learning_rate=2e-2, schedule="constant", warmup_steps=0, weight_decay=0.0)
+    config.train.update(steps=steps, log_every=20, eval_every=20, stop_at=0.99)
+    return config
+
+
+@pytest.mark.parametrize("name, task, begin", [
+    ("memorization", {"vocab_size": 9, "length": 6, "examples": 64}, 0.3),
+    pytest.param("compression", {"vocab_size": 4, "length": 4, "examples": 600}, 0.6, marks=pytest.mark.slow),
+    pytest.param("selective_copying", {"vocab_size": 4, "length": 8, "copies": 1, "examples": 300}, 0.6,
+                 marks=pytest.mark.slow),
+])  # fmt: skip
+def test_the_easiest_settings_are_learned(name, task, begin, tmp_path):
+    """An autoencoder for compression, a language model for the others; macro accuracy stands beside the plain one."""
+    run = train.fit(tiny({"name": name, **task}, steps=160), tmp_path / name)
+    assert isinstance(run.model, AutoEncoder) == (name == "compression")
+    assert run.scores["accuracy"] > 0.95 and run.scores["macro_accuracy"] > 0.9
+    scored = [row for row in metrics.read_rows(run.workdir) if "test_accuracy" in row]
+    assert scored[-1]["test_macro_accuracy"] == run.scores["macro_accuracy"]
+    assert run.scores[f"accuracy/{name}"] == run.scores["accuracy"]
+    again = evaluate.evaluate_classes(run.model, run.params, run.dataset.eval_batches())
+    assert again["macro_accuracy"] == pytest.approx(run.scores["macro_accuracy"])
+    fresh = run.model.init(jax.random.key(5), jnp.zeros((1, 1), jnp.int32))
+    assert evaluate.evaluate(run.model, fresh, run.dataset.eval_batches())["accuracy"] < begin
+
+
+def test_the_sweep_has_the_published_settings():
+    every = paper_mad.settings("efla")
+    assert len(every) == len(set(every)) == 66
+    counts = {task: sum(name.split("-")[1] == task for name in every) for task in paper_mad.TASKS}
+    assert counts == {"compression": 11, "fuzzy_recall": 11, "in_context_recall": 11, "memorization": 6,
+                      "noisy_recall": 14, "selective_copying": 13}  # fmt: skip
+    for argument in every:  # each is the baseline but for what it names
+        task = dict(paper_mad.get_config(argument).data.task)
+        Mad(**task)
+        baseline = dict(paper_mad.get_config("-".join(argument.split("-")[:2])).data.task)
+        assert [f"{name}={task[name]}" for name in task if task[name] != baseline[name]] == argument.split("-")[2:]
+        steps = paper_mad.get_config(argument).train.steps
+        assert steps == 200 * math.ceil(task["examples"] / 128)
+    sweep = paper_mad.get_sweep()
+    assert len(sweep["arguments"]) == 12 and set(sweep["arguments"]) <= {*every, *paper_mad.settings("delta_net")}
+    assert [len(values) for values in sweep["grid"].values()] == [3, 2]
+
+
+@pytest.mark.parametrize("mixer", paper_mad.OPTIONS)
+def test_a_config_is_built(mixer):
+    config = paper_mad.get_config(f"{mixer}-compression")
+    parts = train.settings.build(train.settings.plain(config))
+    params = jax.eval_shape(parts.begin).params
+    assert isinstance(parts.model, AutoEncoder) and parts.dataset.steps_per_epoch == 100
+    if mixer in ("delta_net", "efla"):
+        block = 4 * 128 * 128 + 128 * 4 + 3 * 4 * 128 + 32 + 3 * 128 * 352 + 4 * 128
+        decoder = 2 * (128 * 128 + 128 + 2 * 128)
+        count = sum(leaf.size for leaf in jax.tree.leaves(params))
+        assert count == 2 * block + decoder + 2 * 16 * 128 + 2 * 128
+
+
+@pytest.mark.parametrize("argument, message", [
+    ("elfa-compression", "'elfa' is not one of"),
+    ("efla-compress", "'compress' is not one of"),
+    ("efla", "'' is not one of"),
+    ("efla-compression-length=33", "'length=33' is not one of"),
+])  # fmt: skip
+def test_an_argument_that_is_none_is_refused(argument, message):
+    with pytest.raises(ValueError, match=message):
+        paper_mad.get_config(argument)

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from efla_jax import checkpoint, data, flops, metrics, optim, sharding
 from efla_jax.checkpoint import Checkpointer
-from efla_jax.evaluate import evaluate, evaluate_slices
+from efla_jax.evaluate import evaluate, evaluate_classes, evaluate_slices
 from efla_jax.model import LanguageModel
 from efla_jax.train import hosts, settings
 from efla_jax.train.report import Clock, Compilations, MetricLog
@@ -208,14 +208,16 @@ def score(job: Job, state: TrainState, split: str = "") -> dict[str, float]:
     params = optim.evaluation_params(state.params, state.opt_state)
     dataset, options = job.parts.dataset, job.config["train"]
     split = split or HELD_OUT[dataset.kind]
-    evaluated = functools.partial(
-        evaluate, job.parts.model, params,
-        place=functools.partial(sharding.place, job.parts.mesh), limit=options["eval_batches"],
-        chunk=options["loss_chunk"],
-    )  # fmt: skip
+    place = functools.partial(sharding.place, job.parts.mesh)
+    limit, chunk = options["eval_batches"], options["loss_chunk"]
+    evaluated = functools.partial(evaluate, job.parts.model, params, place=place, limit=limit, chunk=chunk)
     with job.clock.on("score"):
         if dataset.kind in data.GENERATED:
-            return evaluate_slices(evaluated, dataset.slices(split))
+            scores = evaluate_slices(evaluated, dataset.slices(split))
+            if getattr(dataset, "classwise", False):
+                batches = dataset.eval_batches(split)
+                scores |= evaluate_classes(job.parts.model, params, batches, place=place, limit=limit)
+            return scores
         scores = evaluated(dataset.eval_batches(split))
     per_byte = getattr(dataset, "bytes_per_token", 0.0)
     return scores | ({"bits_per_byte": scores["bits"] / per_byte} if per_byte else {})
