@@ -37,9 +37,6 @@ from flax import linen as nn
 
 from configs import lm_nats_l
 from efla_jax import LanguageModel, metrics
-from efla_jax.layers.attention import AttentionCache
-from efla_jax.layers.nats_l import NATSLCache
-from efla_jax.layers.router import Router
 from efla_jax.train import settings
 from experiments.generate_throughput import names, shown, sizes
 from experiments.language_runs import positive
@@ -106,7 +103,7 @@ def forced(fraction: jax.Array):
 
     def interceptor(following: Callable, args, kwargs, context):
         found = following(*args, **kwargs)
-        if not isinstance(context.module, Router) or context.method_name != "__call__":
+        if context.module.name != "router" or context.method_name != "__call__":
             return found
         choice, pooled = found
         position = args[2] if len(args) > 2 else kwargs.get("position")
@@ -143,6 +140,16 @@ def write(model: LanguageModel, count: int, params, token, cache, fraction):
     return token, cache
 
 
+def is_nats_l(part: Any) -> bool:
+    """Whether a mixer's cache is that of NAtS-L: pages."""
+    return hasattr(part, "kv") and hasattr(part.kv, "pages")
+
+
+def is_attention(part: Any) -> bool:
+    """Whether a mixer's cache is that of softmax attention."""
+    return hasattr(part, "kv") and not is_nats_l(part)
+
+
 def begun(model: LanguageModel, length: int, room: int, fraction: float) -> tuple:
     """A cache of one row with room for `room` tokens whose document has `length` tokens: random numbers."""
 
@@ -154,11 +161,11 @@ def begun(model: LanguageModel, length: int, room: int, fraction: float) -> tupl
 
     parts = []
     for part in model.init_cache(1, max_length=room):
-        if isinstance(part, AttentionCache):
+        if is_attention(part):
             part = part._replace(
                 kv=part.kv._replace(k=noise(part.kv.k), v=noise(part.kv.v), length=full(part.kv.length))
             )
-        elif isinstance(part, NATSLCache):
+        elif is_nats_l(part):
             kv = part.kv
             owners = owners_of(length // kv.k.shape[3], kv.open_k.shape[3], kv.k.shape[4], fraction)
             owner = np.zeros(kv.owner.shape, np.int32)
@@ -180,9 +187,9 @@ def in_use(cache: tuple, length: int) -> float:
     """MiB of a cache that hold something."""
     total = 0.0
     for part in cache:
-        if isinstance(part, AttentionCache):
+        if is_attention(part):
             total += (part.kv.k.nbytes + part.kv.v.nbytes) * length / part.kv.k.shape[2]
-        elif isinstance(part, NATSLCache):
+        elif is_nats_l(part):
             pools = part.kv.k.nbytes + part.kv.v.nbytes
             total += pools * float(part.kv.pages.max()) / part.kv.k.shape[2] - pools
             total += sum(x.nbytes for x in jax.tree.leaves(part))

@@ -73,8 +73,7 @@ def softmax_attention(
     implementation: "chunked" (XLA, a block of queries at a time), "auto" (on a GPU cuDNN, where that supports the
     input, then "pallas"; else "chunked"), "pallas" (Hopper GPUs: whole rows, packed documents too, or one token and a
     cache; NotImplementedError with the reason for what its kernels do not cover), "triton" (no kernel yet). Raises
-    ValueError for input that does not fit. Source: Attention Is All You Need (arXiv 1706.03762); grouped queries: arXiv
-    2305.13245.
+    ValueError for input that does not fit. Source: arXiv 1706.03762; grouped queries: arXiv 2305.13245.
 
     >>> import jax.numpy as jnp
     >>> q, v = jnp.zeros((1, 3, 2, 4)), jnp.array([3.0, 5.0, 1.0]).reshape(1, 3, 1, 1)
@@ -102,8 +101,8 @@ def softmax_attention(
             o = one_token(implementation, q, state, slot, document).astype(v.dtype)
         else:
             o = over_mesh(implementation, q, k, v, document, initial_state)
-        nan = np.asarray(np.nan, o.dtype)  # of numpy: jax_debug_nans would stop at an array of jax, used or not
-        o = jnp.where((slot < initial_state.k.shape[1])[..., None, None], o, nan)
+        # NaN of numpy: jax_debug_nans would stop at an array of jax, used or not
+        o = jnp.where((slot < state.k.shape[1])[..., None, None], o, np.asarray(np.nan, v.dtype))
     return o if document is None else mask_padding(real, o), state
 
 
