@@ -19,6 +19,7 @@ from efla_jax.ops.arguments import Recurrence, recurrence
 from efla_jax.ops.segments import mask_padding, positions
 from efla_jax.ops.sharded import repeat_key_heads, sharded
 from efla_jax.shapes import check_floating, check_shapes
+from efla_jax.sharding import auto_mesh
 
 Positions = Int[Array | np.ndarray, "..."] | int | np.integer
 PRECISION = lax.Precision.HIGHEST
@@ -112,21 +113,29 @@ def fenwick(q, k, u, erase, log_decay, level_weights, initial_state, segment_ids
     return Fenwick(x, weights, None if states is None else states.astype(jnp.float32), stands, start, real)
 
 
-# Of a Fenwick. A device has whole rows: the letter of their time is one that no mesh axis splits.
+# Of a Fenwick. A device has whole rows where the letter of their time is S, which no mesh axis splits.
 LEGENDS = ("BSGK", "BSGK", "BSHV", "BSH", "BSH", "BHKV", "BS", "BSHL", "BHLKV", "BS", "B", "BS")
 
 
-def fenwick_over_mesh(run, f: Fenwick) -> tuple[jax.Array, FenwickState]:
-    """run(f) -> (outputs, states), on every device with its rows and heads."""
+def fenwick_over_mesh(run, flat, f: Fenwick) -> tuple[jax.Array, FenwickState]:
+    """run(f) -> (outputs, states), on every device with its rows and heads, and with its part of the time where
+    `fenwick_parts` knows how; flat(x): the operator with one state."""
+    from efla_jax.ops import fenwick_parts  # which needs what stands above
+
     q, k = repeat_key_heads(f.x.u.shape[2], f.x.q, f.x.k)
     time, slots = f.level_weights.shape[1], f.level_weights.shape[3]
     used = slots if f.states is not None else min(slots, time.bit_length() + 1)  # T tokens reach no level beyond
 
-    def local(_, *arrays):
-        return run(Fenwick(Recurrence(*arrays[:7]), *arrays[7:]))
+    mesh = auto_mesh()
+    splits = mesh is not None and fenwick_parts.fits(f, mesh.shape["context"])
+    legends = tuple(legend.replace("S", "T") for legend in LEGENDS) if splits else LEGENDS
+
+    def local(context, *arrays):
+        f = Fenwick(Recurrence(*arrays[:7]), *arrays[7:])
+        return run(f) if context is None else fenwick_parts.over_parts(run, flat, f, context)
 
     f = f._replace(x=f.x._replace(q=q, k=k), level_weights=f.level_weights[..., :used])
-    o, states = sharded(local, (*f.x, *f[1:]), LEGENDS, ("BSHV", "BHLKV"))
+    o, states = sharded(local, (*f.x, *f[1:]), legends, (legends[2], "BHLKV"))
     states = jnp.pad(states, ((0, 0), (0, 0), (0, slots - used), (0, 0), (0, 0)))
     return o, FenwickState(states, f.position[:, -1] + 1 if f.position.shape[1] else f.start)
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
+from efla_jax.ops.delta_rule import TABLE as FLAT
 from efla_jax.ops.dispatch import Table, automatic, dispatch, missing_kernel
 from efla_jax.ops.fenwick import Fenwick, FenwickState, fenwick, fenwick_over_mesh, fenwick_recurrent
 from efla_jax.ops.fenwick_chunked import fenwick_chunked
@@ -39,7 +40,11 @@ def measured(time: int) -> tuple[str, ...]:
 def run(op: str, f: Fenwick, chunk_size: int, implementation: str) -> tuple[Any, FenwickState]:
     check_chunk_size(chunk_size)
     auto = measured(f.x.k.shape[1])
-    return fenwick_over_mesh(lambda f: dispatch(op, implementation, TABLES[op], auto, (f, chunk_size)), f)
+
+    def flat(x):  # of parts of the time only
+        return dispatch("delta_rule", implementation, FLAT, automatic(x.k.shape[1]), (x, chunk_size))
+
+    return fenwick_over_mesh(lambda f: dispatch(op, implementation, TABLES[op], auto, (f, chunk_size)), flat, f)
 
 
 def log_linear_delta_rule(
@@ -63,7 +68,8 @@ def log_linear_delta_rule(
     The token at position s is in level bit_length(t xor s) of the query at t (`fenwick_level`); positions count the
     real tokens of each document. level_weights `[B, T, H, L]` (used in float32): levels from L - 1 on share weight and
     slot L - 1, so L = 1 is `delta_rule` times its weight, and so is any L with equal weights. All else is as in
-    `delta_rule`, but the state: a `FenwickState` of any prefix goes on in any pieces; time is never split over devices.
+    `delta_rule`, but the state: a `FenwickState` of any prefix goes on in any pieces. A mesh splits the time of rows
+    that begin at 0 without segment_ids into parts of a power of two; other rows are whole on every device.
     "chunked" costs least where rows begin at 0 without segment_ids (a tree over chunks; elsewhere every chunk works on
     all slots), and "associative" takes such rows only. Source: Log-Linear Attention (arXiv 2506.04761).
 
