@@ -14,6 +14,7 @@ from efla_jax import data, evaluate, losses, metrics, sharding, train
 from efla_jax.data import mad
 from efla_jax.data.mad import Mad
 from efla_jax.model import AutoEncoder, LanguageModel
+from efla_jax.train import population
 
 NOISY = {"vocab_size": 32, "noise": 0.2, "noise_vocab_size": 16}
 KNOWN_MAP = [239, 241, 146, 166, 182, 213, 142, 235]
@@ -374,3 +375,18 @@ def test_a_config_is_built(mixer):
 def test_an_argument_that_is_none_is_refused(argument, message):
     with pytest.raises(ValueError, match=message):
         paper_mad.get_config(argument)
+
+
+def test_a_population_is_scored_by_class_as_its_members_are(tmp_path):
+    """Two seeds and two rates side by side, of an autoencoder: each as it would train by itself."""
+    configs = []
+    for seed, rate in ((0, 1e-2), (1, 1e-2), (1, 3e-3)):
+        config = tiny({"name": "compression", "vocab_size": 4, "length": 4, "examples": 64}, steps=4)
+        config.seed, config.optim.learning_rate = seed, rate
+        config.train.update(eval_every=2, stop_at=0.0)
+        configs.append(train.settings.plain(config))
+    found = population.fit_population(configs, [tmp_path / str(i) for i in range(3)])
+    alone = train.fit(configs[2], tmp_path / "alone")
+    assert set(alone.scores) == set(found[2].scores) and len({one.scores["loss"] for one in found}) == 3
+    for name, value in alone.scores.items():
+        assert found[2].scores[name] == pytest.approx(value, rel=1e-4), name

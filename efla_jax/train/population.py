@@ -26,8 +26,8 @@ from flax import linen as nn
 
 from efla_jax import data, metrics, optim
 from efla_jax.checkpoint import Checkpointer
-from efla_jax.evaluate import batch_sums, mean_of_slices, scores_of
-from efla_jax.losses import Sums
+from efla_jax.evaluate import batch_sums, batch_tallies, mean_of_slices, scores_of
+from efla_jax.losses import Sums, macro_accuracy
 from efla_jax.ops.dispatch import without_kernels
 from efla_jax.train import settings
 from efla_jax.train.loop import HELD_OUT
@@ -134,8 +134,13 @@ def make_population_step(population: Population) -> Callable:
 
 
 def make_population_sums(population: Population) -> Callable:
-    """The jitted (params, batches) -> `Sums` of every member, [M] each."""
-    one = functools.partial(batch_sums, population.model, chunk=population.config["train"]["loss_chunk"])
+    """The jitted (params, batches) -> (`Sums` of every member, [M] each; their `class_tallies` [M, 3, V], empty unless
+    the data is scored by class)."""
+    chunk, classwise = population.config["train"]["loss_chunk"], getattr(population.datasets[0], "classwise", False)
+
+    def one(params, batch):
+        tallies = batch_tallies(population.model, params, batch) if classwise else jnp.zeros((3, 0))
+        return batch_sums(population.model, params, batch, chunk=chunk), tallies
 
     @jax.jit
     def sums(params, batches):
@@ -167,17 +172,21 @@ def held_out(population: Population, sums: Callable, params, split: str = "") ->
     split, limit = split or HELD_OUT[first.kind], population.config["train"]["eval_batches"]
     sliced = first.kind in data.GENERATED
     parts = [one.slices(split) if sliced else {"": one.eval_batches(split)} for one in population.datasets]
-    totals = {}
+    totals, tallies = {}, np.zeros(())
     for name in parts[0]:
         total = np.zeros((len(Sums._fields), len(population.rates)))
         for number, batches in enumerate(zip(*(part[name] for part in parts), strict=True)):
             if limit and number >= limit:
                 break
-            total += np.asarray(sums(params, stacked(batches)), np.float64)
+            fresh = jax.device_get(sums(params, stacked(batches)))
+            total += np.asarray(fresh[0], np.float64)
+            tallies = tallies + fresh[1]
         totals[name] = total
     members = range(len(population.rates))
     each = [{name: scores_of(population.model, total[:, i]) for name, total in totals.items()} for i in members]
     scores = [mean_of_slices(one) if sliced else one[""] for one in each]
+    if tallies.size:
+        scores = [one | {"macro_accuracy": macro_accuracy(tallies[i])} for i, one in enumerate(scores)]
     per_byte = getattr(first, "bytes_per_token", 0.0)
     return [one | ({"bits_per_byte": one["bits"] / per_byte} if per_byte else {}) for one in scores]
 
