@@ -1,33 +1,78 @@
-"""Train a grid of configs, several at once, each as its own `experiments.train` in its own folder.
+"""Train a grid of configs, several at once, each into its own folder.
 
     python -m experiments.sweep --config=configs/smnist.py --arguments=efla,delta_net --workdir=runs/smnist --jobs=4 \
         --grid="optim.learning_rate=1e-3,3e-3;seed=0,1,2" -- --config.data.path=mnist.npz
+    python -m experiments.sweep --config=configs/paper_mqar.py --workdir=runs/mqar --together=12 --jobs=4
 
 --arguments are what stands behind the colon of --config; --grid crosses the values of any fields; what follows -- goes
-to every run. Runs that have finished with the same command are not repeated, so a broken sweep is started again with
-the same line. On a GPU the jobs share it: set XLA_PYTHON_CLIENT_PREALLOCATE=false. Exit status 1 if a run failed; its
-output is in its folder's log.txt.
+to every run. What is not given is the experiment file's own `get_sweep()`, {"arguments": (...), "grid": {field:
+(values)}}, if it has one; fields of --grid stand for its own.
+
+Without --together every run is an `experiments.train` of its own, --jobs of them at once; on a GPU they share it: set
+XLA_PYTHON_CLIENT_PREALLOCATE=false. --together=N trains up to N runs that differ in seed and learning rate only as one
+program (`train.population`), which keeps a GPU busy with models of a few thousand parameters; --jobs is then how many
+such programs are compiled and run at once, in one process. Such runs keep no checkpoint unless --checkpoints is given.
+
+results.jsonl gets a row for every run that has ended: its status, scores, config and commit. Runs that have ended with
+the same command are not repeated, so a broken sweep is started again with the same line. Exit status 1 if a run failed;
+what it said is in its folder's log.txt.
 """
 
+import datetime
+import importlib.util
 import itertools
+import json
 import os
 import pathlib
 import subprocess
 import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+from typing import Any, NamedTuple
 
+import jax
 from absl import app, flags
+from ml_collections import config_flags
 from tqdm import tqdm
 
+import efla_jax
+from efla_jax import metrics
+from efla_jax.train import plain, population
+from experiments.result_files import commit
+
 CONFIG = flags.DEFINE_string("config", None, "experiment file, e.g. configs/smnist.py", required=True)
-ARGUMENTS = flags.DEFINE_list("arguments", [""], "what stands behind the colon of --config, e.g. efla,delta_net")
+ARGUMENTS = flags.DEFINE_list("arguments", None, "what stands behind the colon of --config, e.g. efla,delta_net")
 GRID = flags.DEFINE_string("grid", "", "field=value,value;field=value: fields to cross, without the leading 'config.'")
 WORKDIR = flags.DEFINE_string("workdir", None, "folder of the runs", required=True)
-JOBS = flags.DEFINE_integer("jobs", 2, "runs at once", lower_bound=1)
+JOBS = flags.DEFINE_integer("jobs", 2, "runs, or with --together programs, at once", lower_bound=1)
+TOGETHER = flags.DEFINE_integer("together", 0, "most runs of one program; 0: a process for every run", lower_bound=0)
+CHECKPOINTS = flags.DEFINE_bool("checkpoints", False, "with --together: keep the parameters of every run")
+
+Point = dict[str, str]
+APPENDING = threading.Lock()
 
 
-def parse_grid(text: str) -> list[dict[str, str]]:
-    """ "a=1,2;b=3" -> [{"a": "1", "b": "3"}, {"a": "2", "b": "3"}]. Raises ValueError for anything else."""
+class Cell(NamedTuple):
+    """A run of the grid. words: what stands behind `python` to train it by itself."""
+
+    name: str
+    argument: str
+    point: Point
+    folder: pathlib.Path
+    overrides: tuple[str, ...]
+    words: tuple[str, ...]
+
+    @property
+    def done(self) -> bool:
+        file = self.folder / "done"
+        return file.exists() and file.read_text() == " ".join(self.words)
+
+
+def parse_fields(text: str) -> dict[str, list[str]]:
+    """ "a=1,2;b=3" -> {"a": ["1", "2"], "b": ["3"]}. Raises ValueError for anything else."""
     fields = {}
     for part in filter(None, text.split(";")):
         name, equals, values = part.partition("=")
@@ -36,28 +81,125 @@ def parse_grid(text: str) -> list[dict[str, str]]:
                 f"--grid: {part!r} is not field=value,value; write e.g. optim.learning_rate=1e-3,3e-3;seed=0,1"
             )
         fields[name.strip()] = [v.strip() for v in values.split(",")]
+    return fields
+
+
+def crossed(fields: dict[str, list[str]]) -> list[Point]:
+    """Every choice of one value per field."""
     return [dict(zip(fields, values, strict=True)) for values in itertools.product(*fields.values())]
 
 
-def train(argument: str, point: dict[str, str], rest: list[str]) -> tuple[str, int]:
-    """Run one point to its end; (name, exit status)."""
-    name = (
-        "_".join(filter(None, [argument, *(f"{field.split('.')[-1]}={value}" for field, value in point.items())]))
-        or "run"
-    )
-    folder = pathlib.Path(WORKDIR.value) / name
-    folder.mkdir(parents=True, exist_ok=True)
-    config = f"--config={CONFIG.value}:{argument}" if argument else f"--config={CONFIG.value}"
-    overrides = [f"--config.{field}={value}" for field, value in point.items()]
-    command = [sys.executable, "-m", "experiments.train", config, f"--workdir={folder}", "--resume", *overrides, *rest]
-    done = folder / "done"
-    if done.exists() and done.read_text() == " ".join(command[1:]):
-        return name, 0
-    with open(folder / "log.txt", "a") as log:
+def parse_grid(text: str) -> list[Point]:
+    """ "a=1,2;b=3" -> [{"a": "1", "b": "3"}, {"a": "2", "b": "3"}]. Raises ValueError for anything else."""
+    return crossed(parse_fields(text))
+
+
+def experiment(file: str) -> ModuleType:
+    """The experiment file as a module."""
+    spec = importlib.util.spec_from_file_location("experiment_file", file)
+    if spec is None or spec.loader is None or not pathlib.Path(file).is_file():
+        raise ValueError(f"--config={file}: no such experiment file; the path is seen from here.")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def cells(rest: Sequence[str]) -> list[Cell]:
+    """The grid of the flags. Raises ValueError for flags that are none."""
+    module = experiment(CONFIG.value)
+    own = module.get_sweep() if hasattr(module, "get_sweep") else {}
+    fields = {name: [str(v) for v in values] for name, values in own.get("grid", {}).items()} | parse_fields(GRID.value)
+    arguments = ARGUMENTS.value if ARGUMENTS.value is not None else own.get("arguments", [""])
+    found = []
+    for argument, point in itertools.product(arguments, crossed(fields)):
+        words = [argument, *(f"{field.split('.')[-1]}={value}" for field, value in point.items())]
+        name = "_".join(filter(None, words)) or "run"
+        folder = pathlib.Path(WORKDIR.value) / name
+        config = f"--config={CONFIG.value}:{argument}" if argument else f"--config={CONFIG.value}"
+        overrides = (*(f"--config.{field}={value}" for field, value in point.items()), *rest)
+        alone = ("-m", "experiments.train", config, f"--workdir={folder}", "--resume", *overrides)
+        found.append(Cell(name, argument, point, folder, overrides, alone))
+    return found
+
+
+def read_config(cell: Cell) -> dict[str, Any]:
+    """The cell's config as `experiments.train` would have read it. Raises ValueError for a field that does not fit."""
+    own, words = flags.FlagValues(), ["sweep", *cell.overrides]
+    try:
+        config = experiment(CONFIG.value).get_config(cell.argument)
+        holder = config_flags.DEFINE_config_dict("config", config, flag_values=own, sys_argv=words)
+        own(words)
+    except (flags.Error, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{cell.name}: {error}") from error
+    return plain(holder.value)
+
+
+def record(cell: Cell, status: str, step: int, scores: dict, more: dict) -> None:
+    """A row of results.jsonl, and the mark that the cell has ended."""
+    config = json.loads((cell.folder / "config.json").read_text())
+    row = {
+        "name": cell.name, "argument": cell.argument, "point": cell.point, "status": status, "step": step,
+        "scores": scores, **more, "command": " ".join(("python", *cell.words)), "version": efla_jax.__version__,
+        "commit": commit(), "date": datetime.date.today().isoformat(), "config": config,
+    }  # fmt: skip
+    with APPENDING, open(pathlib.Path(WORKDIR.value) / "results.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+    (cell.folder / "done").write_text(" ".join(cell.words))
+
+
+def alone(cell: Cell) -> list[str]:
+    """Run one cell as a process of its own; its name if it failed."""
+    cell.folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, *cell.words]
+    with open(cell.folder / "log.txt", "a") as log:
         status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ).returncode
-    if status == 0:
-        done.write_text(" ".join(command[1:]))
-    return name, status
+    if status:
+        return [cell.name]
+    scored = [row for row in metrics.read_rows(cell.folder) if any(name.endswith("_accuracy") for name in row)]
+    last = dict(scored[-1]) if scored else {"step": 0}
+    best = max((v for row in scored for name, v in row.items() if name.endswith("_accuracy")), default=None)
+    step = int(last.pop("step"))
+    scores = {name.partition("_")[2]: value for name, value in last.items()}
+    record(cell, "finished", step, scores, {"best": best, "together": 1})
+    return []
+
+
+def together(group: list[Cell], tell: Callable[[int], None]) -> list[str]:
+    """Train the cells of a group as one program; the names of those that failed. tell: hundredths of runs done."""
+    told = 0
+    configs = [read_config(cell) for cell in group]
+    for cell in group:
+        cell.folder.mkdir(parents=True, exist_ok=True)
+
+    def progress(step: int, going: int) -> None:
+        nonlocal told
+        share = 100 * step // configs[0]["train"]["steps"] if going else 100
+        if share > told:
+            tell(len(group) * (share - told))
+            told = share
+
+    try:
+        found = population.fit_population(configs, [cell.folder for cell in group], progress, keep=CHECKPOINTS.value)
+    except Exception:  # a program that does not fit must not end those beside it
+        for cell in group:
+            (cell.folder / "log.txt").write_text(traceback.format_exc())
+        tell(len(group) * (100 - told))
+        return [cell.name for cell in group]
+    for cell, outcome in zip(group, found, strict=True):
+        more = {
+            "best": outcome.best, "seconds": round(outcome.seconds, 1), "together": len(group),
+            "device": jax.devices()[0].device_kind,
+        }  # fmt: skip
+        record(cell, outcome.status, outcome.step, outcome.scores, more)
+    return [cell.name for cell, outcome in zip(group, found, strict=True) if outcome.status != "finished"]
+
+
+def groups(waiting: Sequence[Cell]) -> list[list[Cell]]:
+    """Cells that can be one program, at most --together in each."""
+    found: dict[str, list[Cell]] = {}
+    for cell in waiting:
+        found.setdefault(population.shared(read_config(cell)), []).append(cell)
+    return [list(part) for group in found.values() for part in itertools.batched(group, TOGETHER.value)]
 
 
 def main(argv: list[str]) -> None:
@@ -66,17 +208,34 @@ def main(argv: list[str]) -> None:
     if stray:
         raise app.UsageError(f"stray argument {stray[0]!r}: behind -- stand overrides, --config.section.field=value")
     try:
-        points = parse_grid(GRID.value)
+        work = cells(rest)
+        waiting = [cell for cell in work if not cell.done]
+        parts = groups(waiting) if TOGETHER.value else [[cell] for cell in waiting]
     except ValueError as error:
         raise app.UsageError(str(error)) from None
-    work = list(itertools.product(ARGUMENTS.value, points))
+    pathlib.Path(WORKDIR.value).mkdir(parents=True, exist_ok=True)
     failed = []
-    with ThreadPoolExecutor(JOBS.value) as pool, tqdm(total=len(work), unit="run") as bar:
-        for name, status in pool.map(lambda item: train(*item, rest), work):
-            bar.update()
-            if status:
-                failed.append(name)
-                bar.write(f"failed: {name}, see {WORKDIR.value}/{name}/log.txt")
+    style = "{l_bar}{bar}| [{elapsed}<{remaining}]"
+    with (
+        ThreadPoolExecutor(JOBS.value) as pool,
+        tqdm(total=100 * len(work), initial=100 * (len(work) - len(waiting)), bar_format=style) as bar,
+    ):
+
+        def run(group: list[Cell]) -> list[str]:
+            if TOGETHER.value:
+                return together(group, bar.update)
+            names = alone(group[0])
+            bar.update(100)
+            return names
+
+        ended = len(work) - len(waiting)
+        bar.set_description(f"{ended}/{len(work)} runs")
+        for group, names in zip(parts, pool.map(run, parts), strict=True):
+            ended += len(group)
+            bar.set_description(f"{ended}/{len(work)} runs")
+            failed += names
+            for name in names:
+                bar.write(f"failed: {name}, see {WORKDIR.value}/{name}")
     if failed:
         raise SystemExit(1)
 

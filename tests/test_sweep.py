@@ -1,0 +1,136 @@
+"""Sweeps: grids, runs together and alone, what is recorded, and what is not done twice."""
+
+import json
+import re
+
+import jax
+import pytest
+from absl import app, flags
+from absl.testing import flagsaver
+
+from efla_jax import metrics
+from experiments import runs, sweep
+
+FILE = '''"""A recall task that a test can afford."""
+
+from configs import adaptive_decay
+
+
+def get_config(arg=""):
+    config = adaptive_decay.get_config(arg)
+    config.mesh.data = 1
+    config.data.batch_size, config.data.eval_batch_size = 8, 16
+    config.data.task.update(vocab_size=16, length=8, pairs=1, examples=40, test_examples=16, longer=(12,))
+    config.model.update(width=8, depth=1)
+    for options in config.model.mixer_options.values():
+        options.update(head_dim=8, state_dim=4)
+    config.train.update(steps=6, log_every=3, eval_every=4)
+    return config
+
+
+def get_sweep():
+    return {"arguments": ("mamba2",), "grid": {"optim.learning_rate": (1e-3, 3e-3), "seed": (0, 1)}}
+'''
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("configs") / "tiny.py"
+    path.write_text(FILE)
+    return path
+
+
+def swept(*rest, **words):
+    """sweep.py in this process, with flags as on a command line."""
+    flags.FLAGS.mark_as_parsed()
+    with flagsaver.as_parsed(**words):
+        sweep.main(["sweep", *rest])
+
+
+def results(folder):
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+def test_a_grid_is_that_of_the_experiment_file_unless_told_otherwise(file, tmp_path):
+    flags.FLAGS.mark_as_parsed()
+    words = {"config": str(file), "workdir": str(tmp_path)}
+    with flagsaver.as_parsed(**words):
+        names = [cell.name for cell in sweep.cells([])]
+        assert names == [f"mamba2_learning_rate={rate}_seed={seed}" for rate in ("0.001", "0.003") for seed in (0, 1)]
+    with flagsaver.as_parsed(**words, arguments="linear,mamba2", grid="seed=7;data.task.pairs=1,2"):
+        cells = sweep.cells(["--config.train.steps=5"])
+        assert len(cells) == 2 * 2 * 2
+        assert cells[0].point == {"optim.learning_rate": "0.001", "seed": "7", "data.task.pairs": "1"}
+        assert cells[0].words[:3] == ("-m", "experiments.train", f"--config={file}:linear")
+        config = sweep.read_config(cells[3])
+        assert (config["train"]["steps"], config["seed"], config["data"]["task"]["pairs"]) == (5, 7, 2)
+        assert config["optim"]["learning_rate"] == 3e-3 and config["model"]["mixers"] == ("log_linear_mamba2",)
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ({"grid": "sed=1"}, "mamba2_learning_rate=0.001_seed=0_sed=1: .*sed"),
+    ({"grid": "seed=1,"}, "--grid: 'seed=1,' is not field=value"),
+    ({"arguments": "mamba3"}, "'mamba3' is not one of"),
+    ({"config": "nowhere.py"}, "--config=nowhere.py: no such experiment file"),
+])  # fmt: skip
+def test_what_is_no_grid_is_refused(file, tmp_path, words, message):
+    with pytest.raises(app.UsageError, match=message):
+        swept(**{"config": str(file), "workdir": str(tmp_path / "runs"), "together": "4", **words})
+    assert not (tmp_path / "runs").exists()
+
+
+def test_runs_together_are_recorded_and_not_repeated(file, tmp_path, monkeypatch):
+    words = {"config": str(file), "workdir": str(tmp_path), "together": "3", "jobs": "1", "checkpoints": "true"}
+    sizes = []
+    train = sweep.population.fit_population
+
+    def counted(configs, *others, **named):
+        sizes.append(len(configs))
+        return train(configs, *others, **named)
+
+    monkeypatch.setattr(sweep.population, "fit_population", counted)
+    swept(**words, grid="optim.learning_rate=1e-3;seed=0,1")
+    rows = results(tmp_path)
+    assert sizes == [2] and [row["name"] for row in rows] == [f"mamba2_learning_rate=1e-3_seed={i}" for i in (0, 1)]
+    row, folder = rows[1], tmp_path / rows[1]["name"]
+    assert (row["status"], row["step"], row["together"], row["argument"]) == ("finished", 6, 2, "mamba2")
+    assert row["point"] == {"optim.learning_rate": "1e-3", "seed": "1"}
+    assert row["config"] == json.loads((folder / "config.json").read_text()) and row["config"]["seed"] == 1
+    assert re.fullmatch(r"[0-9a-f]{40}\+?|", row["commit"]) and row["seconds"] > 0
+    scored = [one for one in metrics.read_rows(folder) if "test_accuracy" in one]
+    assert [one["step"] for one in scored] == [4, 6] and row["best"] == max(one["test_accuracy"] for one in scored)
+    assert {f"test_{name}": value for name, value in row["scores"].items()} | {"step": 6} == scored[-1]
+    assert "accuracy/12x1" in row["scores"]
+    params = runs.restored(folder, "run")[3]
+    assert all(leaf.dtype == "float32" for leaf in jax.tree.leaves(params))
+
+    swept(**words, grid="optim.learning_rate=1e-3,3e-3;seed=0,1")  # the two that are left
+    assert sizes == [2, 2] and len(results(tmp_path)) == 4
+    swept(**words, grid="optim.learning_rate=1e-3,3e-3;seed=0,1")
+    assert sizes == [2, 2]
+
+
+def test_a_program_that_fails_says_so_and_ends_with_status_1(file, tmp_path, monkeypatch):
+    def fail(configs, folders, progress, keep):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(sweep.population, "fit_population", fail)
+    with pytest.raises(SystemExit):
+        swept(config=str(file), workdir=str(tmp_path), together="4")
+    logs = sorted(tmp_path.glob("*/log.txt"))
+    assert len(logs) == 4 and "MemoryError: no room" in logs[0].read_text()
+    assert not (tmp_path / "results.jsonl").exists()
+    assert not list(tmp_path.glob("*/done"))
+
+
+@pytest.mark.slow
+def test_a_run_alone_is_recorded_alike(file, tmp_path):
+    words = {"config": str(file), "workdir": str(tmp_path), "grid": "optim.learning_rate=1e-3;seed=1"}
+    swept(**words)
+    (row,) = results(tmp_path)
+    swept(**words, together="2")  # has ended
+    swept(**{**words, "workdir": str(tmp_path / "other")}, together="2")
+    (other,) = results(tmp_path / "other")
+    assert row.keys() < other.keys() and (row["step"], row["together"], other["together"]) == (6, 1, 1)
+    for name, value in other["scores"].items():
+        assert row["scores"][name] == pytest.approx(value, rel=2e-4, abs=2e-4), name
