@@ -7,13 +7,16 @@ blocks, one for each set bit of the block's number (a Fenwick tree over blocks):
 
 R_ti = exp(G_t - G_i) for i <= t, G the running sum of the log decays in the block; w the query's weight of the pair's
 level; c_j its weight of level 8 + j times the decay since the state's end; S_j [K, V] the sum of 2^j blocks. The states
-and the vectors are made by XLA: a state of a block is a product over its tokens, and a tree of sums over blocks is
-little work, as they are 128 times fewer than tokens. Every block is then independent of the others, so the time is as
+come from `log_linear_states.py`, the vectors from XLA. Every block is then independent of the others, so the time is as
 parallel as the heads, and a head's scores serve all the value heads and tiles that read them.
 
 A program has a block of a key head and loops over the tiles of 64 columns of V that read it. Its two compute warpgroups
 have 64 tokens each; a third one only issues loads. Channels are flat: u, o [B, T, H V], q, k [B, T, G K], states
-[B, P, H V, K]. The state of level j that ends before block b = (m + 1) 2^j, m even, is number P - (P >> j) + m / 2.
+[B, N, H V, K].
+
+The number n of a block is its place in its document, its bits from `slots` - 1 on as one: states from there on share a
+weight. State b is the one that ends before block b, of the level of the lowest set bit of b's number; the one of level
+j that a block b reads is b - (n mod 2^j). Without documents n is b, and empty blocks, of number -1, do not exist.
 """
 
 import dataclasses
@@ -39,8 +42,8 @@ from efla_jax.kernels.mosaic import (
 
 BLOCK, ROWS, TILE = 128, 64, 64  # tokens of a block; those of a warpgroup; columns of V
 INSIDE = BLOCK.bit_length()  # levels of the pairs inside a block
-# Rows of the gates: G / ln 2; the weights of the levels inside; the coefficients of the levels of blocks.
-SUM, WEIGHTS, READS = 0, 1, 1 + INSIDE
+# Rows of the gates: G / ln 2; the decay after the token; the weights of the levels inside; the coefficients of states.
+SUM, AFTER, WEIGHTS, READS = 0, 1, 2, 2 + INSIDE
 KEY_DIMS, DTYPES = (64, 128), ("bfloat16", "float16")
 SHARED_MEMORY = 227 * 1024  # bytes that a program may use on a Hopper GPU
 GROUPS = 2  # compute warpgroups
@@ -52,13 +55,14 @@ f32 = jnp.float32
 class Config:
     """How a call is cut for the GPU.
 
-    stages: tiles loaded ahead; states: states loaded ahead.
+    stages: tiles loaded ahead; states: states loaded ahead; walk_stages: blocks loaded ahead by a walk.
     multiprocessors: of the GPU, each of which holds one program.
     waves: programs wanted for each of them; with fewer, several share the tiles of a key head.
     automatic_barriers: Mosaic's around every store to shared memory, which the program does not need."""
 
     stages: int = 2
     states: int = 3
+    walk_stages: int = 3
     multiprocessors: int = 132
     waves: float = 4.0
     automatic_barriers: bool = True
@@ -91,8 +95,8 @@ def unsupported(key_dim: int, value_dim: int, dtype) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of a call: B, blocks of T, G, H, K, V, the rows of its gates, the number P of states, and how many programs
-    share the tiles of a key head."""
+    """Sizes of a call: B, blocks, G, H, K, V, the rows of its gates, and how many programs share the tiles of a key
+    head."""
 
     batch: int
     blocks: int
@@ -101,30 +105,31 @@ class Sizes:
     key_dim: int
     value_dim: int
     rows: int
-    states: int
-    slices: int
+    slices: int = 1
 
     @property
-    def depth(self) -> int:
-        """Levels of blocks: the bits of the last block's number."""
+    def slots(self) -> int:
+        """States that a token may read."""
         return self.rows - READS
+
+    @property
+    def columns(self) -> int:
+        """Tiles of all heads."""
+        return self.heads * self.value_dim // TILE
 
     @property
     def tiles(self) -> int:
         """Tiles of a program."""
-        return self.heads * self.value_dim // (TILE * self.key_heads * self.slices)
+        return self.columns // (self.key_heads * self.slices)
 
     @property
     def grid(self) -> tuple[int, int, int]:
         return self.batch, self.blocks, self.key_heads * self.slices
 
     @classmethod
-    def of(cls, k, u, gates, states, config: Config) -> "Sizes":
+    def of(cls, k, u, gates, config: Config) -> "Sizes":
         batch, time, key_heads, key_dim = k.shape
-        heads, value_dim = u.shape[2:]
-        sizes = cls(
-            batch, time // BLOCK, key_heads, heads, key_dim, value_dim, gates.shape[3], max(states.shape[1], 1), 1
-        )
+        sizes = cls(batch, time // BLOCK, key_heads, *u.shape[2:3], key_dim, *u.shape[3:], gates.shape[3])
         per_key, slices = sizes.tiles, 1
         programs = batch * sizes.blocks * key_heads
         while per_key % (2 * slices) == 0 and 2 * slices * programs <= config.waves * config.multiprocessors:
@@ -133,18 +138,25 @@ class Sizes:
 
 
 class Task(NamedTuple):
-    """A program: row of the batch, block, key head, which slice of its tiles."""
+    """A program: row of the batch, block and its number, key head, which slice of its tiles, and how many it has."""
 
     row: Any
     block: Any
+    number: Any
     key_head: Any
     share: Any
+    tiles: Any
     sizes: Sizes
 
     @classmethod
-    def here(cls, sizes: Sizes) -> "Task":
+    def here(cls, sizes: Sizes, numbers) -> "Task":
         row, block, pair = (lax.axis_index(name) for name in ("row", "block", "pair"))
-        return cls(row, block, lax.div(pair, sizes.slices), lax.rem(pair, sizes.slices), sizes)
+        number, tiles = number_of(block, sizes.slots), sizes.tiles
+        if numbers is not None:
+            number = numbers[row, block]
+            tiles = jnp.where(number < 0, 0, tiles)
+            number = lax.max(number, 0)
+        return cls(row, block, number, lax.div(pair, sizes.slices), lax.rem(pair, sizes.slices), tiles, sizes)
 
     @property
     def time(self):
@@ -167,28 +179,33 @@ class Task(NamedTuple):
     @property
     def live(self):
         """How many states the block reads: the set bits of its number."""
-        return sum(((self.block >> j) & 1 for j in range(self.sizes.depth)), jnp.int32(0))
+        return sum(((self.number >> j) & 1 for j in range(self.sizes.slots)), jnp.int32(0))
 
 
-def lowest_level(block):
-    """The number of the lowest set bit."""
-    return 31 - lax.clz(block & -block)
+def number_of(place, slots: int):
+    """The number of a block from its place in its document: the bits from `slots` - 1 on as one."""
+    top = 1 << (slots - 1)
+    return (place & (top - 1)) | jnp.where(place >= top, top, 0)
 
 
-def without_lowest(block):
-    return block & (block - 1)
+def lowest_level(number):
+    """The place of the lowest set bit."""
+    return 31 - lax.clz(number & -number)
 
 
-def state_number(block, count: int):
-    """Where the state that ends before this block, of its lowest set bit's level, is among all."""
-    level = lowest_level(block)
-    return count - (count >> level) + (block >> (level + 1))
+def without_lowest(number):
+    return number & (number - 1)
+
+
+def state_of(block, number, level):
+    """Which state of this level the block of this number reads; without a positive one it is of the initial ones."""
+    return block - (number & ((1 << level) - 1))
 
 
 class Memory(NamedTuple):
     """Shared memory: q, k [128, K]; values [stages, u or u and dO, 128, 64]; gates [stages, rows, 128]; barriers of q
-    and k, of a stage's loads and of its release; states [ring, 64, K] and the barriers of their loads and of their
-    release, or None."""
+    and k, of a stage's loads and of its release; codes [128] or None; spread [stages, 64, K] or None; states [ring, 64,
+    K] and the barriers of their loads and of their release, or None."""
 
     q: Any
     k: Any
@@ -197,34 +214,36 @@ class Memory(NamedTuple):
     keys: Any
     full: Any
     empty: Any
+    codes: Any = None
+    spread: Any = None
     states: Any = None
     state_full: Any = None
     state_empty: Any = None
 
 
-def memory_for(sizes: Sizes, config: Config, dtype, values: int, rows: int, *, states: bool, beside: int) -> list:
-    """What `Memory` lists, for so many arrays of values and rows of the gates, beside so many bytes of other memory."""
-    beside += 4 * BLOCK * sizes.key_dim + 2048  # 2048: barriers, and what starts aligned
-    tile, state = 2 * BLOCK * TILE * values + 4 * BLOCK * rows, 2 * TILE * sizes.key_dim * states
-    stages, ring = min(config.stages, sizes.tiles), config.states
+def memory_for(sizes: Sizes, config: Config, x: "Inputs", rows: int, *, beside: int) -> Memory:
+    """`Memory` for these inputs and so many rows of the gates, beside so many bytes of other memory."""
+    dtype, values = x.k.dtype, len(x.values)
+    beside += 4 * BLOCK * sizes.key_dim + 2560  # 2560: barriers, codes, and what starts aligned
+    state = 2 * TILE * sizes.key_dim
+    tile = 2 * BLOCK * TILE * values + 4 * BLOCK * rows + (0 if x.spread is None else state)
+    stages, ring = min(config.stages, sizes.tiles), 0 if x.states is None else config.states
     while beside + stages * tile + ring * state > SHARED_MEMORY and max(stages, ring) > 1:
         stages, ring = (stages, ring - 1) if ring > 2 or stages == 1 else (stages - 1, ring)
-    memory = [
-        shared(BLOCK, sizes.key_dim, dtype=dtype),
-        shared(BLOCK, sizes.key_dim, dtype=dtype),
-        shared(stages, values, BLOCK, TILE, dtype=dtype),
-        plgpu.SMEM((stages, rows, BLOCK), f32),
-        plgpu.Barrier(num_arrivals=2),
-        plgpu.Barrier(num_arrivals=1 + values, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
-    ]
-    if states:
-        memory += [
-            shared(ring, TILE, sizes.key_dim, dtype=dtype),
-            plgpu.Barrier(num_arrivals=1, num_barriers=ring),
-            plgpu.Barrier(num_arrivals=GROUPS, num_barriers=ring),
-        ]
-    return memory
+    return Memory(
+        q=shared(BLOCK, sizes.key_dim, dtype=dtype),
+        k=shared(BLOCK, sizes.key_dim, dtype=dtype),
+        values=shared(stages, values, BLOCK, TILE, dtype=dtype),
+        gates=plgpu.SMEM((stages, rows, BLOCK), f32),
+        keys=plgpu.Barrier(num_arrivals=2 + (x.codes is not None)),
+        full=plgpu.Barrier(num_arrivals=1 + values + (x.spread is not None), num_barriers=stages),
+        empty=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
+        codes=None if x.codes is None else plgpu.SMEM((BLOCK,), jnp.int32),
+        spread=None if x.spread is None else shared(stages, TILE, sizes.key_dim, dtype=dtype),
+        states=shared(ring, TILE, sizes.key_dim, dtype=dtype) if ring else None,
+        state_full=plgpu.Barrier(num_arrivals=1, num_barriers=ring) if ring else None,
+        state_empty=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=ring) if ring else None,
+    )
 
 
 def wait_for_release(barriers, number, count: int) -> None:
@@ -245,13 +264,19 @@ def drain(barriers, total, count: int) -> None:
 
 
 class Inputs(NamedTuple):
-    """In global memory, channels flat: q, k; u, or u and dO; gates [B, P H, rows, 128]; states or None."""
+    """In global memory, channels flat: q, k; u, or u and dO; gates [B, N H, rows, 128]; or None: states [B, N, H V, K]
+    and the initial ones [B, slots, H V, K], cotangents of what blocks write [B, N, H V, K], numbers [B, N], and codes
+    [B, N, 128] int32 of the tokens: 128 times which document of the block it is, plus its place modulo 128."""
 
     q: Any
     k: Any
     values: tuple
     gates: Any
     states: Any = None
+    first: Any = None
+    spread: Any = None
+    numbers: Any = None
+    codes: Any = None
 
 
 def load(task: Task, x: Inputs, memory: Memory) -> None:
@@ -259,6 +284,8 @@ def load(task: Task, x: Inputs, memory: Memory) -> None:
     stages = memory.values.shape[0]
     plgpu.copy_gmem_to_smem(x.q.at[task.row, task.time, task.channels], memory.q, memory.keys)
     plgpu.copy_gmem_to_smem(x.k.at[task.row, task.time, task.channels], memory.k, memory.keys)
+    if x.codes is not None:
+        plgpu.copy_gmem_to_smem(x.codes.at[task.row, task.block], memory.codes, memory.keys)
     live = task.live
 
     def tile(i, _):
@@ -269,37 +296,54 @@ def load(task: Task, x: Inputs, memory: Memory) -> None:
             target = memory.values.at[slot, number]
             plgpu.copy_gmem_to_smem(source.at[task.row, task.time, task.lanes(i)], target, barrier)
         plgpu.copy_gmem_to_smem(x.gates.at[task.row, task.gates(i), rows], memory.gates.at[slot], barrier)
-        if x.states is None:
-            return
+        if x.spread is not None:
+            source = x.spread.at[task.row, task.block, task.lanes(i)]
+            plgpu.copy_gmem_to_smem(source, memory.spread.at[slot], barrier)
+        if x.states is not None:
+            load_states(task, x, memory, i, live)
 
-        ring = memory.states.shape[0]
-
-        def state(m, block):
-            number = i * live + m
-            wait_for_release(memory.state_empty, number, ring)
-            place = lax.rem(number, ring)
-            source = x.states.at[task.row, state_number(block, task.sizes.states), task.lanes(i)]
-            plgpu.copy_gmem_to_smem(source, memory.states.at[place], memory.state_full.at[place])
-            return without_lowest(block)
-
-        lax.fori_loop(0, live, state, task.block)
-
-    lax.fori_loop(0, task.sizes.tiles, tile, None)
-    drain(memory.empty, jnp.int32(task.sizes.tiles), stages)
+    lax.fori_loop(0, task.tiles, tile, None)
+    drain(memory.empty, task.tiles, stages)
     if x.states is not None:
-        drain(memory.state_empty, task.sizes.tiles * live, memory.states.shape[0])
+        drain(memory.state_empty, task.tiles * live, memory.states.shape[0])
 
 
-def launch(name: str, compute, arguments: Inputs, out, memory: list, scratch: list, sizes: Sizes, config, interpret):
+def load_states(task: Task, x: Inputs, memory: Memory, i, live) -> None:
+    """Those that the block reads for tile i."""
+    ring = memory.states.shape[0]
+
+    def state(m, left):
+        wait_for_release(memory.state_empty, i * live + m, ring)
+        place, level = lax.rem(i * live + m, ring), lowest_level(left)
+        target, barrier = memory.states.at[place], memory.state_full.at[place]
+        which = state_of(task.block, task.number, level)
+        if x.first is None:
+            plgpu.copy_gmem_to_smem(x.states.at[task.row, which, task.lanes(i)], target, barrier)
+            return without_lowest(left)
+
+        @pl.when(which > 0)
+        def _():
+            plgpu.copy_gmem_to_smem(x.states.at[task.row, which, task.lanes(i)], target, barrier)
+
+        @pl.when(which <= 0)
+        def _():
+            plgpu.copy_gmem_to_smem(x.first.at[task.row, level, task.lanes(i)], target, barrier)
+
+        return without_lowest(left)
+
+    lax.fori_loop(0, live, state, task.number)
+
+
+def launch(name: str, compute, x: Inputs, out, memory: Memory, scratch: list, sizes: Sizes, config, interpret):
     """Run a program on the grid: compute(task, memory, results, scratch) by two warpgroups, `load` by a third."""
-    count, arrays = len(arguments.values), jax.tree.leaves(arguments)
+    arrays, inputs = jax.tree.flatten(x)
+    buffers, memories = jax.tree.flatten(memory)
 
     def body(*refs):
-        inputs, refs = refs[: len(arrays)], refs[len(arrays) :]
+        x, refs = inputs.unflatten(refs[: len(arrays)]), refs[len(arrays) :]
         results, refs = refs[: len(out)], refs[len(out) :]
-        q, k, *rest = inputs
-        x, group = Inputs(q, k, tuple(rest[:count]), *rest[count:]), lax.axis_index("group")
-        task, own = Task.here(sizes), Memory(*refs[: len(memory)])
+        own, group = memories.unflatten(refs[: len(buffers)]), lax.axis_index("group")
+        task = Task.here(sizes, x.numbers)
 
         @pl.when(group == GROUPS)
         def _():
@@ -309,14 +353,14 @@ def launch(name: str, compute, arguments: Inputs, out, memory: list, scratch: li
         @pl.when(group < GROUPS)
         def _():
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-            compute(task, own, results, [ref.at[group] for ref in refs[len(memory) :]])
+            compute(task, own, results, [ref.at[group] for ref in refs[len(buffers) :]])
             plgpu.wait_smem_to_gmem(0)
 
     body.__name__ = name
     return plgpu.kernel(
         body,
         out_type=out,
-        scratch_types=[*memory, *scratch],
+        scratch_types=[*buffers, *scratch],
         grid=sizes.grid,
         grid_names=("row", "block", "pair"),
         num_threads=GROUPS + 1,
@@ -336,16 +380,19 @@ def rows_of(group):
     return pl.ds(group * ROWS, ROWS)
 
 
-def pair_weights(gates, group) -> jax.Array:
+def pair_weights(gates, codes, group) -> jax.Array:
     """R . w [64, 128] float32 of a warpgroup's rows and all tokens of the block, from gates in shared memory."""
     here = pl.ds(group * ROWS, ROWS)
     row, column = index(ROWS, BLOCK, 0) + group * ROWS, index(ROWS, BLOCK, 1)
     exponent = by_row(gates.at[SUM, here], BLOCK) - by_column(gates.at[SUM], ROWS)
-    apart = row ^ column
+    seen, apart = column <= row, row ^ column
+    if codes is not None:
+        apart = by_row(codes.at[here], BLOCK) ^ by_column(codes, ROWS)
+        seen = seen & (apart < BLOCK)
     weight = by_row(gates.at[WEIGHTS + INSIDE - 1, here], BLOCK)
     for level in reversed(range(INSIDE - 1)):
         weight = jnp.where(apart < (1 << level), by_row(gates.at[WEIGHTS + level, here], BLOCK), weight)
-    return jnp.exp2(jnp.where(column <= row, exponent, MASKED)) * weight
+    return jnp.exp2(jnp.where(seen, exponent, MASKED)) * weight
 
 
 def key_scores(memory: Memory, group) -> jax.Array:
@@ -369,27 +416,27 @@ def compute(task: Task, memory: Memory, o, o_s, left) -> None:
         slot = lax.rem(i, stages)
         plgpu.barrier_wait(memory.full.at[slot])
         gates = memory.gates.at[slot]
-        pairs = left_operand((scores * pair_weights(gates, group)).astype(o.dtype), left)
+        pairs = left_operand((scores * pair_weights(gates, memory.codes, group)).astype(o.dtype), left)
 
         def inside(acc):
             plgpu.wgmma(acc, pairs, memory.values.at[slot, 0])
             return accumulated(acc, wait_n=0)
 
         def read(m, carry):
-            total, block = carry
+            total, left_of = carry
             place = lax.rem(i * live + m, memory.states.shape[0])
             plgpu.barrier_wait(memory.state_full.at[place])
 
             def multiply(acc):
                 plgpu.wgmma(acc, memory.q.at[here], memory.states.at[place].T)
-                weight = by_row(gates.at[READS + lowest_level(block), here], TILE)
+                weight = by_row(gates.at[READS + lowest_level(left_of), here], TILE)
                 return total + accumulated(acc, wait_n=0) * weight
 
             total = pl.run_scoped(multiply, square)
             plgpu.barrier_arrive(memory.state_empty.at[place])
-            return total, without_lowest(block)
+            return total, without_lowest(left_of)
 
-        total, _ = lax.fori_loop(0, live, read, (pl.run_scoped(inside, square), task.block))
+        total, _ = lax.fori_loop(0, live, read, (pl.run_scoped(inside, square), task.number))
         plgpu.barrier_arrive(memory.empty.at[slot])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         o_s[...] = total.astype(o.dtype)
@@ -397,26 +444,35 @@ def compute(task: Task, memory: Memory, o, o_s, left) -> None:
         target = o.at[task.row, pl.ds(task.block * BLOCK + group * ROWS, ROWS), task.lanes(i)]
         plgpu.copy_smem_to_gmem(o_s, target)
 
-    lax.fori_loop(0, task.sizes.tiles, tile, None)
+    lax.fori_loop(0, task.tiles, tile, None)
 
 
-def read_out(q, k, u, gates, states, *, config: Config, interpret=None) -> jax.Array:
-    """O [B, T, H, V] in the dtype of u.
+class Blocks(NamedTuple):
+    """Which documents the blocks are of: numbers [B, N], -1 for an empty block, and codes [B, N, 128], int32; each row
+    is one document if both are None."""
+
+    numbers: Any = None
+    codes: Any = None
+
+
+def read_out(q, k, u, gates, states, first, where: Blocks, *, config: Config, interpret=None) -> jax.Array:
+    """O [B, T, H, V] in the dtype of u; anything in empty blocks.
 
     q, k [B, T, G, K], u [B, T, H, V] of one 16-bit dtype, T a multiple of 128; gates [B, T / 128, H, rows, 128]
-    float32; states [B, P, H V, K] of that dtype, P >= 1 of them as the head of this file says."""
-    sizes, dtype = Sizes.of(k, u, gates, states, config), u.dtype
+    float32; states [B, T / 128, H V, K] and first [B, slots, H V, K] or None of that dtype."""
+    sizes, dtype = Sizes.of(k, u, gates, config), u.dtype
 
     def program(task, memory, results, scratch):
         compute(task, memory, *results, *(scratch if interpret is not None else [*scratch, None]))
 
-    o_bytes = 2 * GROUPS * ROWS * TILE
+    gates = gates.reshape(sizes.batch, -1, *gates.shape[3:])
+    x = Inputs(flat(q), flat(k), (flat(u),), gates, states, first, None, *where)
     (o,) = launch(
         "log_linear_read",
         program,
-        Inputs(flat(q), flat(k), (flat(u),), gates.reshape(sizes.batch, -1, *gates.shape[3:]), states),
+        x,
         [jax.ShapeDtypeStruct(flat(u).shape, dtype)],
-        memory_for(sizes, config, dtype, 1, sizes.rows, states=True, beside=o_bytes),
+        memory_for(sizes, config, x, sizes.rows, beside=2 * GROUPS * ROWS * TILE),
         [shared(GROUPS, ROWS, TILE, dtype=dtype), *staging([(ROWS, BLOCK)], dtype, interpret, GROUPS)],
         sizes,
         config,

@@ -4,10 +4,13 @@ With the letters of that file, M = R . w the weights of the pairs, b = dO U^T an
 
     queries    dQ = (M . b) K + sum over j of c_j . X_j        dw_l = rowsum of R . b . Q K^T over the pairs of level l
                dc_j = rowsum(Q . X_j)
-    keys       dK = (M . b)^T Q        dU = (M . Q K^T)^T dO        column sums of M . b . Q K^T, for d G
+    keys       dK = (M . b)^T Q + a . U E^T        dU = (M . Q K^T)^T dO + a . K E
+               column sums of M . b . Q K^T, for dG, and rowsum(U . K E), for da
 
-Of a warpgroup's 64 tokens the pairs with each other ("own") have the levels 0 to 6, those with the other 64 level 7;
-the latter exist only if the keys come first. dQ and dK are summed over the tiles of a program in float32 registers.
+a is the decay after a token until its block ends, E [K, V] the cotangent of what the block writes (`adjoint` in
+`log_linear_states.py`). Of a warpgroup's 64 tokens the pairs with each other ("own") have the levels 0 to 6, those with
+the other 64 level 7, unless a block has several documents, which then may lie anywhere; the latter pairs exist only if
+the keys come first. dQ and dK are summed over the tiles of a program in float32 registers.
 """
 
 import jax
@@ -17,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from efla_jax.kernels.log_linear import (
+    AFTER,
     BLOCK,
     GROUPS,
     INSIDE,
@@ -25,6 +29,7 @@ from efla_jax.kernels.log_linear import (
     SUM,
     TILE,
     WEIGHTS,
+    Blocks,
     Config,
     Inputs,
     Memory,
@@ -68,18 +73,24 @@ def positions(gates) -> tuple[jax.Array, jax.Array]:
     return index(ROWS, ROWS, 0) + zero, index(ROWS, ROWS, 1) + zero
 
 
-def apart(gates) -> jax.Array:
-    """Row xor column [64, 64] int32: below 2^l for pairs of level l or less."""
+def apart(gates, codes, group, own: bool) -> jax.Array:
+    """Row xor column [64, 64] int32: below 2^l for pairs of level l or less, from 128 on for tokens of two documents.
+    Rows are this warpgroup's tokens, columns its own or the others'."""
+    if codes is not None:
+        there = rows_of(group if own else 1 - group)
+        return by_row(codes.at[rows_of(group)], ROWS) ^ by_column(codes.at[there], ROWS)
     row, column = positions(gates)
     return row ^ column
 
 
-def decays(gates, group, *, own: bool, transposed: bool) -> jax.Array:
+def decays(gates, codes, group, *, own: bool, transposed: bool) -> jax.Array:
     """R [64 queries, 64 keys] float32 of this warpgroup's queries, or transposed that of its keys [64 keys, 64
     queries]; with its own tokens or with the others'."""
     mine, theirs = rows_of(group), rows_of(group if own else 1 - group)
     exponent = by_row(gates.at[SUM, mine], ROWS) - by_column(gates.at[SUM, theirs], ROWS)
     exponent = -exponent if transposed else exponent
+    if codes is not None:
+        exponent = jnp.where(apart(gates, codes, group, own) < BLOCK, exponent, MASKED)
     if own:
         row, column = positions(gates)
         return jnp.exp2(jnp.where(column >= row if transposed else column <= row, exponent, MASKED))
@@ -87,12 +98,23 @@ def decays(gates, group, *, own: bool, transposed: bool) -> jax.Array:
     return jnp.exp2(exponent + jnp.where(group == last, 0.0, MASKED))
 
 
-def own_weights(gates, group, vector) -> jax.Array:
-    """w [64, 64] of a warpgroup's own pairs; vector spreads a row of the gates over them."""
-    here, distance = rows_of(group), apart(gates)
-    weight = vector(gates.at[WEIGHTS + OTHER - 1, here], ROWS)
-    for level in reversed(range(OTHER - 1)):
-        weight = jnp.where(distance < (1 << level), vector(gates.at[WEIGHTS + level, here], ROWS), weight)
+def levels_of(codes, own: bool) -> range:
+    """The levels that pairs of a warpgroup's tokens with its own or the others may have."""
+    if codes is not None:
+        return range(INSIDE)
+    return range(OTHER) if own else range(OTHER, INSIDE)
+
+
+def weights_of(gates, codes, group, *, own: bool, transposed: bool) -> jax.Array:
+    """w [64, 64] of this warpgroup's tokens, the queries or transposed the keys, with its own or with the others'."""
+    vector, queries = (by_column, own) if transposed else (by_row, True)
+    there = rows_of(group if queries else 1 - group)
+    levels = levels_of(codes, own)
+    weight = vector(gates.at[WEIGHTS + levels[-1], there], ROWS)
+    if len(levels) > 1:
+        distance = apart(gates, codes, group, own)
+        for level in reversed(levels[:-1]):
+            weight = jnp.where(distance < (1 << level), vector(gates.at[WEIGHTS + level, there], ROWS), weight)
     return weight
 
 
@@ -123,20 +145,23 @@ def add_product(total, a, right, left, interpret) -> jax.Array:
 
 
 def query_pairs(memory: Memory, slot, sums, group, own: bool) -> jax.Array:
-    """M . b [64, 64] in 16 bits of the own pairs or of the others, while their sums by level are written."""
-    gates, here, there = memory.gates.at[slot], rows_of(group), rows_of(group if own else 1 - group)
+    """M . b [64, 64] in 16 bits of the own pairs or then of the others, while their sums by level are written."""
+    gates, codes = memory.gates.at[slot], memory.codes
+    here, there = rows_of(group), rows_of(group if own else 1 - group)
     u, d_o = memory.values.at[slot, 0, there], memory.values.at[slot, 1, here]
     scores, pairs = products((memory.q.at[here], memory.k.at[there].T), (d_o, u.T))
-    pairs = pairs * decays(gates, group, own=own, transposed=False)
+    pairs = pairs * decays(gates, codes, group, own=own, transposed=False)
     mixed = pairs * scores
-    if not own:
-        sums.at[OTHER][...] = jnp.sum(mixed, axis=1)
-        return (pairs * by_row(gates.at[WEIGHTS + OTHER, here], ROWS)).astype(memory.q.dtype)
-    for level in range(OTHER):
-        distance = apart(gates) >> max(level - 1, 0)
-        of_level = distance == min(level, 1)
-        sums.at[level][...] = jnp.sum(jnp.where(of_level, mixed, 0.0), axis=1)
-    return (pairs * own_weights(gates, group, by_row)).astype(memory.q.dtype)
+    for level in levels_of(codes, own):
+        of_level = mixed
+        if own or codes is not None:
+            distance = apart(gates, codes, group, own) >> max(level - 1, 0)
+            of_level = jnp.where(distance == min(level, 1), mixed, 0.0)
+        total = jnp.sum(of_level, axis=1)
+        if codes is not None and not own:
+            total = total + plgpu.load(sums.at[level], layout=WGMMA.reduce(1), optimized=False)
+        sums.at[level][...] = total
+    return (pairs * weights_of(gates, codes, group, own=own, transposed=False)).astype(memory.q.dtype)
 
 
 def query_gradients(task: Task, memory: Memory, d_q, sums_g, sums, left, interpret) -> None:
@@ -157,10 +182,10 @@ def query_gradients(task: Task, memory: Memory, d_q, sums_g, sums, left, interpr
             total = add_product(total, pairs, keys, left, interpret)
 
         def read(m, carry):
-            total, block = carry
+            total, left_of = carry
             place = lax.rem(i * live + m, memory.states.shape[0])
             plgpu.barrier_wait(memory.state_full.at[place])
-            level = lowest_level(block)
+            level = lowest_level(left_of)
 
             def multiply(acc):
                 plgpu.wgmma(acc, memory.values.at[slot, 1, here], memory.states.at[place])
@@ -172,17 +197,17 @@ def query_gradients(task: Task, memory: Memory, d_q, sums_g, sums, left, interpr
 
             total = pl.run_scoped(multiply, wide)
             plgpu.barrier_arrive(memory.state_empty.at[place])
-            return total, without_lowest(block)
+            return total, without_lowest(left_of)
 
-        total, _ = lax.fori_loop(0, live, read, (total, task.block))
+        total, _ = lax.fori_loop(0, live, read, (total, task.number))
         plgpu.barrier_arrive(memory.empty.at[slot])
         plgpu.commit_smem()
-        row = task.block * (task.sizes.heads * task.sizes.value_dim // TILE) + task.tile(i)
+        row = task.block * task.sizes.columns + task.tile(i)
         plgpu.copy_smem_to_gmem(sums, sums_g.at[task.row, row, :, rows_of(number)])
         return total
 
     zero = plgpu.layout_cast(jnp.zeros((ROWS, key_dim), f32), WGMMA)
-    total = lax.fori_loop(0, task.sizes.tiles, tile, zero)
+    total = lax.fori_loop(0, task.tiles, tile, zero)
     time = pl.ds(task.block * BLOCK + number * ROWS, ROWS)
     d_q[task.share, task.row, time, task.channels] = total.astype(d_q.dtype)
 
@@ -200,24 +225,13 @@ def key_gradients(task: Task, memory: Memory, results, d_u_s, sums, left, interp
     def tile(i, total):
         slot = lax.rem(i, stages)
         plgpu.barrier_wait(memory.full.at[slot])
-        gates = memory.gates.at[slot]
-        group = number + zero_of(gates)
-        here = rows_of(group)
-        u, d_o = memory.values.at[slot, 0, here], memory.values.at[slot, 1]
+        group = number + zero_of(memory.gates.at[slot])
+        d_o = memory.values.at[slot, 1]
         columns, spread = [], []
         for own in (True, False):
             there = rows_of(group if own else 1 - group)
-            scores, values = products((memory.k.at[here], memory.q.at[there].T), (u, d_o.at[there].T))
-            weight = decays(gates, group, own=own, transposed=True)
-            if own:
-                weight = weight * own_weights(gates, group, by_column)
-            else:
-                weight = weight * by_column(gates.at[WEIGHTS + OTHER, there], ROWS)
-            values, narrow = values * weight, (scores * weight).astype(dtype)
-            mixed = values * scores
-            # A token's pair with itself cancels between rows and columns: left out rather than subtracted.
-            columns.append(jnp.sum(jnp.where(apart(gates) != 0, mixed, 0.0) if own else mixed, axis=1))
-            values = values.astype(dtype)
+            values, narrow, column = key_pairs(memory, slot, group, own)
+            columns.append(column)
             spread.append((narrow, d_o.at[there]))
             total = add_product(total, values, memory.q.at[there], left, interpret)
 
@@ -226,47 +240,76 @@ def key_gradients(task: Task, memory: Memory, results, d_u_s, sums, left, interp
                 if left is not None:  # the interpreter's one buffer is about to be overwritten
                     plgpu.wgmma_wait(0)
                 plgpu.wgmma(acc, left_operand(narrow, left), right)
-            return accumulated(acc, wait_n=0).astype(dtype)
+            return accumulated(acc, wait_n=0)
 
         written = pl.run_scoped(write, SQUARE)
+        total, through, decayed = through_states(memory, slot, group, total, left, interpret)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        sums[...] = columns[0] + columns[1]
-        d_u_s[...] = written
+        sums.at[0][...] = columns[0] + columns[1]
+        sums.at[1][...] = decayed
+        d_u_s[...] = (written + through).astype(dtype)
         plgpu.barrier_arrive(memory.empty.at[slot])
         plgpu.commit_smem()
-        row = task.block * (task.sizes.heads * task.sizes.value_dim // TILE) + task.tile(i)
-        plgpu.copy_smem_to_gmem(sums, sums_g.at[task.row, row, rows_of(number)])
+        row = task.block * task.sizes.columns + task.tile(i)
+        plgpu.copy_smem_to_gmem(sums, sums_g.at[task.row, row, :, rows_of(number)])
         plgpu.copy_smem_to_gmem(d_u_s, d_u.at[task.row, time, task.lanes(i)])
         return total
 
     zero = plgpu.layout_cast(jnp.zeros((ROWS, key_dim), f32), WGMMA)
-    total = lax.fori_loop(0, task.sizes.tiles, tile, zero)
+    total = lax.fori_loop(0, task.tiles, tile, zero)
     d_k[task.share, task.row, time, task.channels] = total.astype(d_k.dtype)
 
 
-def gradients(q, k, u, gates, states, d_o, *, config: Config, interpret=None) -> tuple:
-    """(dq, dk [B, T, G, K] float32, dU [B, T, H, V], sums [B, N, H, rows - 1, 128], columns [B, N, H, 128] float32).
+def key_pairs(memory: Memory, slot, group, own: bool) -> tuple[jax.Array, ...]:
+    """(M . b)^T and (M . Q K^T)^T [64 keys, 64 queries] in 16 bits of the own pairs or the others, and the sums of the
+    product before rounding, over the queries [64]."""
+    gates, codes, here = memory.gates.at[slot], memory.codes, rows_of(group)
+    there, dtype = rows_of(group if own else 1 - group), memory.k.dtype
+    u, d_o = memory.values.at[slot, 0, here], memory.values.at[slot, 1, there]
+    scores, values = products((memory.k.at[here], memory.q.at[there].T), (u, d_o.T))
+    weight = decays(gates, codes, group, own=own, transposed=True)
+    weight = weight * weights_of(gates, codes, group, own=own, transposed=True)
+    values, narrow = values * weight, (scores * weight).astype(dtype)
+    mixed = values * scores
+    # A token's pair with itself cancels between rows and columns: left out rather than subtracted.
+    column = jnp.sum(jnp.where(apart(gates, codes, group, own) != 0, mixed, 0.0) if own else mixed, axis=1)
+    return values.astype(dtype), narrow, column
 
-    Arguments as in `log_linear.read_out`; d_o like u. sums: dw of the levels inside, then dc of the levels of blocks,
-    with anything where a block reads none; columns: the sums over queries of M . b . Q K^T without its diagonal. dU and
-    dk are those of the pairs inside blocks: what goes through the states is not in them."""
-    sizes, dtype = Sizes.of(k, u, gates, states, config), u.dtype
-    batch, blocks, heads = sizes.batch, sizes.blocks, sizes.heads
-    tiles, rows = heads * sizes.value_dim // TILE, sizes.rows - 1
-    values, flat_gates = (flat(u), flat(d_o)), gates.reshape(batch, -1, *gates.shape[3:])
-    shape = jax.ShapeDtypeStruct
+
+def through_states(memory: Memory, slot, group, total, left, interpret) -> tuple[jax.Array, ...]:
+    """total + a . U E^T [64, K], a . K E [64, 64] and the row sums of U . K E."""
+    here, spread = rows_of(group), memory.spread.at[slot]
+    (read,) = products((memory.k.at[here], spread.T))
+    after = by_row(memory.gates.at[slot, AFTER, here], ROWS)
+    u = plgpu.load(memory.values.at[slot, 0, here], layout=WGMMA, optimized=False).astype(f32)
+    total = add_product(total, (u * after).astype(memory.k.dtype), spread, left, interpret)
+    return total, read * after, jnp.sum(u * read, axis=1)
+
+
+def gradients(q, k, u, gates, states, first, spread, d_o, where: Blocks, *, config: Config, interpret=None) -> tuple:
+    """(dq, dk [B, T, G, K] float32, dU [B, T, H, V], of_queries [B, N, H, rows - 2, 128], of_keys [B, N, H, 2, 128]
+    float32), with anything in empty blocks but zeros in dq and dk.
+
+    Arguments as in `log_linear.read_out`; d_o like u; spread [B, N, H V, K] the cotangents of what blocks write.
+    of_queries: dw of the levels inside, then dc of the states, with anything where a block reads none. of_keys: the
+    sums over queries of M . b . Q K^T without its diagonal, and da."""
+    sizes, dtype = Sizes.of(k, u, gates, config), u.dtype
+    batch, blocks, heads, rows = sizes.batch, sizes.blocks, sizes.heads, sizes.rows - WEIGHTS
+    x = Inputs(flat(q), flat(k), (flat(u), flat(d_o)), gates.reshape(batch, -1, *gates.shape[3:]))
+    x, shape = x._replace(numbers=where.numbers, codes=where.codes), jax.ShapeDtypeStruct
     keys = shape((sizes.slices, *flat(k).shape), f32)
     left = staging([(ROWS, ROWS)], dtype, interpret, GROUPS)
 
     def queries(task, memory, results, scratch):
         query_gradients(task, memory, *results, *(scratch if interpret is not None else [*scratch, None]), interpret)
 
-    d_q, sums = launch(
+    reading = x._replace(states=states, first=first)
+    d_q, of_queries = launch(
         "log_linear_queries",
         queries,
-        Inputs(flat(q), flat(k), values, flat_gates, states),
-        [keys, shape((batch, blocks * tiles, rows, BLOCK), f32)],
-        memory_for(sizes, config, dtype, 2, sizes.rows, states=True, beside=4 * BLOCK * rows),
+        reading,
+        [keys, shape((batch, blocks * sizes.columns, rows, BLOCK), f32)],
+        memory_for(sizes, config, reading, sizes.rows, beside=4 * BLOCK * rows),
         [plgpu.SMEM((GROUPS, rows, ROWS), f32), *left],
         sizes,
         config,
@@ -276,16 +319,17 @@ def gradients(q, k, u, gates, states, d_o, *, config: Config, interpret=None) ->
     def of_keys(task, memory, results, scratch):
         key_gradients(task, memory, results, *(scratch if interpret is not None else [*scratch, None]), interpret)
 
-    d_k, d_u, columns = launch(
+    writing = x._replace(spread=spread)
+    d_k, d_u, of_keys_ = launch(
         "log_linear_keys",
         of_keys,
-        Inputs(flat(q), flat(k), values, flat_gates),
-        [keys, shape(flat(u).shape, dtype), shape((batch, blocks * tiles, BLOCK), f32)],
-        memory_for(sizes, config, dtype, 2, READS, states=False, beside=2 * BLOCK * TILE + 4 * BLOCK),
-        [shared(GROUPS, ROWS, TILE, dtype=dtype), plgpu.SMEM((GROUPS, ROWS), f32), *left],
+        writing,
+        [keys, shape(flat(u).shape, dtype), shape((batch, blocks * sizes.columns, 2, BLOCK), f32)],
+        memory_for(sizes, config, writing, READS, beside=2 * BLOCK * TILE + 8 * BLOCK),
+        [shared(GROUPS, ROWS, TILE, dtype=dtype), plgpu.SMEM((GROUPS, 2, ROWS), f32), *left],
         sizes,
         config,
         interpret,
     )
-    sums, columns = (x.reshape(batch, blocks, heads, -1, *x.shape[2:]).sum(3) for x in (sums, columns))
-    return d_q.sum(0).reshape(q.shape), d_k.sum(0).reshape(k.shape), d_u.reshape(u.shape), sums, columns
+    sums = (x.reshape(batch, blocks, heads, -1, *x.shape[2:]).sum(3) for x in (of_queries, of_keys_))
+    return d_q.sum(0).reshape(q.shape), d_k.sum(0).reshape(k.shape), d_u.reshape(u.shape), *sums

@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402
 
 from efla_jax import ops  # noqa: E402
 from efla_jax.kernels import log_linear as kernel  # noqa: E402
+from efla_jax.kernels import log_linear_states  # noqa: E402
 from efla_jax.ops import pallas_log_linear  # noqa: E402
 from efla_jax.ops.fenwick import fenwick, fenwick_level, init_fenwick_state  # noqa: E402
 from efla_jax.ops.fenwick_chunked import fenwick_chunked  # noqa: E402
@@ -135,22 +136,26 @@ def test_vmap_equals_one_at_a_time():
             assert relative_rms(value[i], reference) < 1e-6
 
 
-def test_blocks_read_the_states_of_their_bits():
-    """Number and level of every state that a block reads, against the levels of tokens."""
-    for count in (1, 2, 3, 5, 8, 13):
-        numbers = {}
-        for j in range(count.bit_length()):
-            for m in range(0, count >> j, 2):
-                numbers[(m + 1) << j, j] = len(numbers)
-        assert len(numbers) == count
-        for block in range(count + 1):
-            left = block
-            while left:
-                level = int(kernel.lowest_level(jnp.int32(left)))
-                assert int(kernel.state_number(jnp.int32(left), count)) == numbers[left, level]
-                first = left - (1 << level)
-                assert set(fenwick_level(block, np.arange(first, left)).tolist()) == {level + 1}
-                left = int(kernel.without_lowest(left))
+@pytest.mark.parametrize("slots", (1, 2, 3, 6))
+def test_blocks_read_the_states_of_their_bits(slots):
+    """Number and level of every state that a block reads, and what merges into it, against the levels of tokens."""
+    levels = pallas_log_linear.INSIDE + slots
+    stack, ends = [None] * slots, {}  # the blocks of each slot; of the state that ends before a block
+    for block in range(40):
+        number = int(kernel.number_of(block, slots))
+        left, expected = number, {}
+        for first in range(block):
+            level = min(int(fenwick_level(block * 128, first * 128)), levels - 1) - pallas_log_linear.INSIDE
+            expected.setdefault(level, []).append(first)
+        while left:
+            level = int(kernel.lowest_level(jnp.int32(left)))
+            which = int(kernel.state_of(block, number, level))
+            assert sorted(ends[which]) == expected.pop(level)
+            left = int(kernel.without_lowest(left))
+        assert not expected
+        ones = int(log_linear_states.trailing_ones(jnp.int32(number)))
+        merged = sum((stack[j] for j in range(ones)), [block])
+        stack[min(ones, slots - 1)] = ends[block + 1] = merged
 
 
 def test_what_the_kernels_do_not_serve_is_named():
@@ -198,9 +203,9 @@ def lowered(sizes, dtype, config):
 
 @pytest.mark.parametrize("row", kernel.TABLE, ids=str)
 def test_every_row_of_the_table_lowers(row):
-    """The read, and the gradients of queries and of keys."""
+    """The walk and the read; the walk back, and the gradients of queries and of keys."""
     _, key_dim, value_dim, dtype = row
-    assert mosaic_calls(lowered((1, 32768, 1, 48, key_dim, value_dim, 15), jnp.dtype(dtype), kernel.TABLE[row])) == 3
+    assert mosaic_calls(lowered((1, 32768, 1, 48, key_dim, value_dim, 15), jnp.dtype(dtype), kernel.TABLE[row])) == 5
 
 
 @pytest.mark.slow
@@ -211,7 +216,7 @@ def test_the_safe_row_lowers_for_every_size(key_dim, dtype):
     for value_dim, time in ((64, 300), (128, 1 << 20), (192, 70)):
         for key_heads, heads in ((1, 1), (1, 3), (4, 4), (2, 8)):
             sizes = 1, time, key_heads, heads, key_dim, value_dim, 21
-            assert mosaic_calls(lowered(sizes, jnp.dtype(dtype), kernel.SAFE)) == 3
+            assert mosaic_calls(lowered(sizes, jnp.dtype(dtype), kernel.SAFE)) == 5
 
 
 @pytest.mark.slow

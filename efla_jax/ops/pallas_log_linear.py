@@ -1,12 +1,13 @@
 """Log-linear linear attention through a GPU kernel: which input it serves, and all that XLA does around it.
 
-The kernel reads (see `kernels/log_linear.py`); made here are the states of whole blocks of 128 tokens, their Fenwick
-tree, and each token's coefficient for each state that it reads. All of that is autodiff's, so that only the kernel
-needs a gradient of its own. The time is filled up with inert tokens.
+The kernels make the states of blocks of 128 tokens and read them (see `kernels/log_linear.py`); made here are all
+decays and each token's coefficient for each state that it reads. That is autodiff's, so that only the kernels need a
+gradient of their own. The time is filled up with inert tokens.
 """
 
 import functools
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,6 @@ from jax import lax
 
 from efla_jax.ops.chunked import FORGET, product
 from efla_jax.ops.fenwick import Fenwick, states_of
-from efla_jax.ops.fenwick_tree import times
 from efla_jax.ops.pallas import require_hopper, require_one_dtype
 
 BLOCK = 128  # tokens of a block of the kernel
@@ -35,28 +35,6 @@ def summed(g: jax.Array, seen: np.ndarray) -> jax.Array:
     return jnp.einsum("bnhj,ij->bnhi", g, seen.astype(np.float32), precision=lax.Precision.HIGHEST)
 
 
-def block_states(k: jax.Array, u: jax.Array, behind: jax.Array) -> jax.Array:
-    """What each block adds to the state at its end, [B, N, G, H / G, V, K] float32: a product over its tokens.
-
-    k [B, N, C, G, K]; u [B, N, C, H, V]; behind [B, N, H, C], the log decays after each token."""
-    fading = (u * jnp.exp(jnp.moveaxis(behind, 2, 3))[..., None]).astype(u.dtype)
-    groups, (heads, value_dim) = k.shape[3], u.shape[3:]
-    fading = fading.reshape(*u.shape[:3], groups, heads // groups, value_dim)
-    return times(u.dtype, "bncgrv,bncgk->bngrvk", fading, k)
-
-
-def fenwick_tree(states: jax.Array, sums: jax.Array) -> list[jax.Array]:
-    """By level j, the states [B, P', ...] of every other run of 2^j blocks, from those of single blocks [B, P, ...] and
-    their sums of log decays, of shape [B, P, G, H / G]."""
-    kept = []
-    while count := states.shape[1]:
-        kept.append(states[:, ::2])
-        left, right = slice(0, count // 2 * 2, 2), slice(1, None, 2)
-        states = jnp.exp(sums[:, right])[..., None, None] * states[:, left] + states[:, right]
-        sums = sums[:, left] + sums[:, right]
-    return kept
-
-
 def since_states(sums: jax.Array) -> list[jax.Array]:
     """By level j, the log decay [B, N, H] from the end of the run of blocks of that level that a block reads to the
     block's start, for one block more than sums [B, P, H] has, filled up to a power of two."""
@@ -72,131 +50,204 @@ def since_states(sums: jax.Array) -> list[jax.Array]:
     return found
 
 
-def gate_rows(total: jax.Array, weights: jax.Array, since: list[jax.Array]) -> jax.Array:
-    """[B, N, H, rows, C] float32: G / ln 2, the weights of the levels inside, and for each level of blocks its weight
-    times the decay since its state. total [B, N, H, C]; weights [B, N, C, H, L]; the last weight serves any further."""
+def gate_rows(total: jax.Array, behind: jax.Array, weights: jax.Array, since: list[jax.Array]) -> jax.Array:
+    """[B, N, H, rows, C] float32: G / ln 2, the decay after the token, the weights of the levels inside, and for each
+    level of blocks its weight times the decay since its state. total, behind [B, N, H, C]; weights [B, N, C, H, L]; the
+    last weight serves any further."""
     weights = jnp.moveaxis(weights, 2, 4)
     wanted = INSIDE + len(since)
     missing = max(wanted - weights.shape[3], 0)
     weights = jnp.concatenate([weights, *[weights[:, :, :, -1:]] * missing], axis=3)[:, :, :, :wanted]
-    rows = [total[:, :, :, None] / LN2, weights[:, :, :, :INSIDE]]
-    if since:
-        decay = jnp.exp(total[:, :, :, None] + jnp.stack(since, axis=3)[..., None])
-        rows.append(decay * weights[:, :, :, INSIDE:])
-    return jnp.concatenate(rows, axis=3)
+    decay = jnp.exp(total[:, :, :, None] + jnp.stack(since, axis=3)[..., None])
+    rows = [total[:, :, :, None] / LN2, jnp.exp(behind)[:, :, :, None], weights[:, :, :, :INSIDE]]
+    return jnp.concatenate([*rows, decay * weights[:, :, :, INSIDE:]], axis=3)
 
 
-def last_states(tree, since, k, u, behind, time: int, levels: int) -> jax.Array:
-    """[B, H, L, K, V] float32 before the token at `time`, from the tree and the tokens [B, C, ...] of the open block.
-
-    behind [B, H, C]: the log decays after each of these tokens; since: those from each state to the block's start."""
-    batch, _, heads, value_dim = u.shape
-    whole = time // BLOCK
-    position = whole * BLOCK + np.arange(BLOCK)
-    slots = np.minimum([int(time ^ s).bit_length() for s in position], levels - 1)
-    write = jnp.exp(behind)[..., None] * (slots[:, None] == np.arange(levels)).astype(np.float32)  # [B, H, C, L]
-    wide = (u[..., None, :] * jnp.moveaxis(write, 1, 2)[..., None]).astype(u.dtype)
-    wide = wide.reshape(batch, BLOCK, k.shape[2], -1, levels, value_dim)
-    states = product("bcgk,bcgrlv->bgrlkv", k, wide).reshape(batch, heads, levels, -1, value_dim)
-    after = behind[..., 0]  # of the block's tokens but the first; its own follows below
-    for j, level in enumerate(tree):
-        if whole >> j & 1:
-            state = level[:, whole >> j + 1].reshape(batch, heads, value_dim, -1).swapaxes(2, 3)
-            slot = min(INSIDE + j, levels - 1)
-            states = states.at[:, :, slot].add(jnp.exp(after + since[j])[..., None, None] * state)
-    return states
+def fade_rows(since: list[jax.Array], sums: jax.Array, begun: jax.Array | None = None) -> jax.Array:
+    """[B, N H, 128] float32: the decays from each state's end to the end of the block, and `begun`. since: [B, N, H] by
+    level; sums, begun [B, N, H]."""
+    found = [jnp.exp(level + sums) for level in since] + ([] if begun is None else [begun])
+    rows = jnp.stack(found, axis=3).reshape(sums.shape[0], -1, len(found))
+    return jnp.pad(rows, ((0, 0), (0, 0), (0, BLOCK - len(found))))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def read_out(q, k, u, gates, states, config, interpret):
-    """Outputs in the kernels' layout (see `kernels/log_linear.py`). interpret: parameters of Mosaic's interpreter, or
-    None for a device."""
-    from efla_jax.kernels import log_linear as kernel
+class Where(NamedTuple):
+    """Where the blocks are in their documents, all None where each row is one document that begins with it: numbers
+    [B, N] and codes [B, N, 128] as `kernels.log_linear.Blocks`, flow as `kernels.log_linear_states.Writes`, int32."""
 
-    return kernel.read_out(q, k, u, gates, states, config=config, interpret=interpret)
-
-
-def _forward(q, k, u, gates, states, config, interpret):
-    return read_out(q, k, u, gates, states, config, interpret), (q, k, u, gates, states)
+    numbers: jax.Array | None = None
+    codes: jax.Array | None = None
+    flow: jax.Array | None = None
 
 
-def _backward(config, interpret, residuals, d_o):
-    from efla_jax.kernels import log_linear_gradients as kernel
+class Static(NamedTuple):
+    """What a compilation depends on: how many slots there are, how many blocks are whole without `Where`, the kernels'
+    config, and parameters of Mosaic's interpreter, or None for a device."""
 
-    q, k, _, gates, states = residuals
-    options = dict(config=config, interpret=interpret)
-    d_q, d_k, d_u, sums, columns = kernel.gradients(*residuals, d_o, **options)
-    blocks, weights = gates.shape[1], gates[:, :, :, 1 : 1 + INSIDE]
-    depth = gates.shape[3] - 1 - INSIDE
-    inside, coefficients = sums[:, :, :, :INSIDE], gates[:, :, :, 1 + INSIDE :]
+    slots: int
+    whole: int
+    config: Any
+    interpret: Any
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
+def solve(q, k, u, gates, fade, begin, where: Where, static: Static) -> tuple[jax.Array, jax.Array]:
+    """Outputs and the last slots in the kernels' layout (see `log_linear.py` and `log_linear_states.py` there). begin:
+    the slots at the start and what the first block already has [B, slots + 1, H V, K] float32, or None."""
+    return _forward(q, k, u, gates, fade, begin, where, static)[0]
+
+
+def _forward(q, k, u, gates, fade, begin, where, static):
+    from efla_jax.kernels import log_linear as reads
+    from efla_jax.kernels import log_linear_states as walks
+
+    options = dict(config=static.config, interpret=static.interpret)
+    sizes = dict(slots=static.slots, whole=static.whole)
+    states, last = walks.walk(k, u, gates, fade, where.flow, begin, **sizes, **options)
+    first = None if begin is None else begin[:, :-1].astype(u.dtype)
+    o = reads.read_out(q, k, u, gates, states, first, reads.Blocks(where.numbers, where.codes), **options)
+    return (o, last), (q, k, u, gates, fade, states, begin, where)
+
+
+def _backward(static, residuals, cotangents):
+    from efla_jax.kernels import log_linear as reads
+    from efla_jax.kernels import log_linear_gradients as gradients
+    from efla_jax.kernels import log_linear_states as walks
+
+    (q, k, u, gates, fade, states, begin, where), (d_o, d_last) = residuals, cotangents
+    options = dict(config=static.config, interpret=static.interpret)
+    first = None if begin is None else begin[:, :-1].astype(u.dtype)
+    back = walks.adjoint(q, d_o, gates, fade, states, first, d_last, where.flow, whole=static.whole, **options)
+    spread, merged, d_begin = back
+    blocks = reads.Blocks(where.numbers, where.codes)
+    d_q, d_k, d_u, *sums = gradients.gradients(q, k, u, gates, states, first, spread, d_o, blocks, **options)
+    number, whole = blocks_in_documents(where, static, gates.shape[1])
+    d_gates = gate_gradients(gates, *sums, number)
+    d_fade, d_begin = fade_gradients(fade, merged, begin, d_begin, number, whole)
+    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_u, d_gates, d_fade, d_begin, Where()
+
+
+solve.defvjp(_forward, _backward)
+
+
+def blocks_in_documents(where: Where, static: Static, blocks: int) -> tuple[jax.Array, jax.Array]:
+    """The number of each block and whether it is whole, [1 or B, N]."""
+    from efla_jax.kernels.log_linear import number_of
+
+    if where.flow is None or where.numbers is None:
+        place = jnp.arange(blocks)[None]
+        return number_of(place, static.slots), place < static.whole
+    flow = where.flow.reshape(where.flow.shape[0], -1)[:, :blocks]
+    return where.numbers, flow & 1 != 0
+
+
+def gate_gradients(gates, of_queries, of_keys, number) -> jax.Array:
+    """Cotangents of the gates [B, N, H, rows, C]; a select where the kernels write nothing."""
+    depth = gates.shape[3] - 2 - INSIDE
+    weights, inside = gates[:, :, :, 2 : 2 + INSIDE], of_queries[:, :, :, :INSIDE]
     # R_ti = 2^(G_t - G_i) in the units of the row; a token's pair with itself has level 0 and no decay.
-    d_total = LN2 * (jnp.sum((inside * weights)[:, :, :, 1:], axis=3) - columns)
-    live = (np.arange(blocks)[:, None] >> np.arange(depth) & 1 == 1)[None, :, None, :, None]
-    d_coefficients = jnp.where(live, sums[:, :, :, INSIDE:], 0.0)  # a select: nothing is written where none is read
-    d_gates = jnp.concatenate([d_total[:, :, :, None], inside, d_coefficients], axis=3)
-    d_states = state_gradients(q, d_o, coefficients, states)
-    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_u, d_gates, d_states
+    d_total = LN2 * (jnp.sum((inside * weights)[:, :, :, 1:], axis=3) - of_keys[:, :, :, 0])
+    live = jnp.where(number[..., None] < 0, 0, number[..., None] >> jnp.arange(depth) & 1)[:, :, None, :, None] == 1
+    d_coefficients = jnp.where(live, of_queries[:, :, :, INSIDE:], 0.0)
+    d_gates = jnp.concatenate([d_total[:, :, :, None], of_keys[:, :, :, 1:], inside, d_coefficients], axis=3)
+    return jnp.where((number >= 0)[:, :, None, None, None], d_gates, 0.0)
 
 
-read_out.defvjp(_forward, _backward)
+def fade_gradients(fade, merged, begin, d_begin, number, whole) -> tuple[jax.Array, jax.Array | None]:
+    """Cotangents of the decays of merges and of what the row begins with. merged [B, N + slots, H]."""
+    slots, blocks = merged.shape[1] - number.shape[1], number.shape[1]
+    ones = jnp.where(whole, trailing_ones(number), 0)
+    rows = []
+    for j in range(slots):
+        which = np.arange(blocks) - ((1 << j) - 1)
+        found = jnp.where((which > 0)[None, :, None], merged[:, np.maximum(which, 0)], merged[:, blocks + j, None])
+        rows.append(jnp.where((j < ones)[..., None], found, 0.0))
+    d_fade = jnp.stack(rows, axis=3).reshape(merged.shape[0], -1, slots)
+    d_fade = jnp.pad(d_fade, ((0, 0), (0, 0), (0, BLOCK - slots)))
+    if begin is None:
+        return d_fade, None
+    heads = fade.shape[1] // blocks
+    by_head = (begin.shape[0], heads, -1, begin.shape[3])
+    live = (number[:, :1] >> jnp.arange(slots) & 1 == 1)[..., None, None]
+    d_slots = jnp.where(live, d_begin[:, :slots], 0.0)
+    written, begun = (x[:, slots].reshape(by_head) for x in (d_begin, begin))
+    d_fade = d_fade.at[:, :heads, slots].set(jnp.sum(written * begun, axis=(2, 3)))
+    d_begun = (fade[:, :heads, slots, None, None] * written).reshape(d_slots[:, :1].shape)
+    return d_fade, jnp.concatenate([d_slots, d_begun], axis=1)
 
 
-def state_gradients(q, d_o, coefficients, states) -> jax.Array:
-    """Cotangents of the states [B, P, H V, K], each a product over the tokens that read it: those of the run of blocks
-    behind its own. coefficients [B, N, H, J, C]."""
-    (batch, _, key_heads, key_dim), (heads, value_dim) = q.shape, d_o.shape[2:]
-    count, total = coefficients.shape[1], states.shape[1]
-    q, d_o = (x.reshape(batch, count, BLOCK, *x.shape[2:]) for x in (q, d_o))
-    found = []
-    for j in range(coefficients.shape[3]):
-        runs, length = ((total >> j) + 1) // 2, 1 << j
-        wanted = runs * 2 * length
-
-        def readers(x, wanted=wanted, runs=runs, length=length):
-            x = jnp.pad(x, ((0, 0), (0, max(wanted - count, 0))) + ((0, 0),) * (x.ndim - 2))[:, :wanted]
-            return x.reshape(batch, runs, 2, length, *x.shape[2:])[:, :, 1]
-
-        weight = jnp.moveaxis(readers(coefficients[:, :, :, j]), 3, 4)[..., None]
-        scaled = (weight * readers(d_o)).astype(d_o.dtype)
-        scaled = scaled.reshape(batch, runs, length * BLOCK, key_heads, heads // key_heads, value_dim)
-        queries = readers(q).reshape(batch, runs, length * BLOCK, key_heads, key_dim)
-        found.append(product("bntgrv,bntgk->bngrvk", scaled, queries).astype(states.dtype))
-    found = [x.reshape(batch, -1, heads * value_dim, key_dim) for x in found]
-    unread = total - sum(x.shape[1] for x in found)
-    return jnp.concatenate([*found, jnp.zeros_like(states[:, :unread])], axis=1)
+def trailing_ones(number: jax.Array) -> jax.Array:
+    return lax.population_count(number & ~(number + 1))
 
 
-@jax.checkpoint
-def prepared(f: Fenwick) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(gates and states for the kernel, states [B, H, L, K, V] behind the last token) of rows that begin at 0."""
-    x, (batch, time, heads, value_dim) = f.x, f.x.u.shape
-    whole, count, (key_heads, key_dim) = time // BLOCK, -(-time // BLOCK), x.k.shape[2:]
-    g = jnp.moveaxis(in_blocks(jnp.maximum(x.log_decay, FORGET), whole + 1), 2, 3)
+def slots_for(levels: int, place: int) -> int:
+    """How many states of blocks there are up to this place in a document: those of the last slot are one."""
+    return max(1, min(levels - INSIDE, place.bit_length()))
+
+
+def open_states(k, u, behind, slot, levels: int) -> jax.Array:
+    """[B, H, L, K, V] float32 of the tokens [B, C, ...] of an open block, in their slots [B or 1, C]; behind [B, H, C]:
+    the log decays after each of them."""
+    batch, size, heads, value_dim = u.shape
+    write = jnp.exp(behind)[..., None] * (slot[:, None, :, None] == jnp.arange(levels))  # [B, H, C, L]
+    wide = (u[..., None, :] * jnp.moveaxis(write, 1, 2)[..., None]).astype(u.dtype)
+    wide = wide.reshape(batch, size, k.shape[2], -1, levels, value_dim)
+    return product("bcgk,bcgrlv->bgrlkv", k, wide).reshape(batch, heads, levels, -1, value_dim)
+
+
+class Row(NamedTuple):
+    """What `solve` and the last states need beside q, k and u: gates and fade; the log decays from each slot's end to
+    the row's [B, H, slots] and of what is behind each token of the open block [B, H, C]."""
+
+    gates: jax.Array
+    fade: jax.Array
+    final: jax.Array
+    behind: jax.Array
+
+
+@functools.partial(jax.checkpoint, static_argnums=(2,))
+def prepared(log_decay: jax.Array, level_weights: jax.Array, slots: int) -> Row:
+    """Of rows that begin at 0."""
+    time = log_decay.shape[1]
+    whole, count = time // BLOCK, -(-time // BLOCK)
+    g = jnp.moveaxis(in_blocks(jnp.maximum(log_decay, FORGET), whole + 1), 2, 3)
     total, behind = summed(g, np.tri(BLOCK)), summed(g, np.triu(np.ones((BLOCK, BLOCK)), 1))
-    sums = total[:, :whole, :, -1]
-    since = since_states(sums)
-    k, u = (in_blocks(a[:, : whole * BLOCK], whole) for a in (x.k, x.u))  # no copy where there is no open block
-    tree = fenwick_tree(
-        block_states(k, u, behind[:, :whole]), sums.reshape(batch, whole, key_heads, heads // key_heads)
-    )
-    flat = [level.astype(u.dtype).reshape(batch, -1, heads * value_dim, key_dim) for level in tree]
-    placed = jnp.concatenate(flat, axis=1) if flat else jnp.zeros((batch, 1, heads * value_dim, key_dim), u.dtype)
-    weights, depth = in_blocks(f.level_weights, count), (count - 1).bit_length()
-    gates = gate_rows(total[:, :count], weights, [level[:, :count] for level in since[:depth]])
-    final = [level[:, whole] + g[:, whole, :, 0] for level in since]
-    k, u = (in_blocks(a[:, whole * BLOCK :], 1)[:, 0] for a in (x.k, x.u))
-    states = last_states(tree, final, k, u, behind[:, whole], time, f.level_weights.shape[3])
-    return gates, placed, states
+    since = (since_states(total[:, :whole, :, -1]) or [jnp.zeros_like(total[:, :, :, -1])])[:slots]
+    since = [level[:, : whole + 1] for level in since]
+    before = [level[:, :count] for level in since]
+    gates = gate_rows(total[:, :count], behind[:, :count], in_blocks(level_weights, count), before)
+    final = jnp.stack([level[:, whole] + total[:, whole, :, -1] for level in since], axis=2)
+    return Row(gates, fade_rows(before, total[:, :count, :, -1]), final, behind[:, whole])
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def laid_out(f: Fenwick, config, interpret) -> tuple[jax.Array, jax.Array]:
     """Outputs [B, T, H, V] and states [B, H, L, K, V] of rows that begin at 0."""
-    gates, placed, states = prepared(f)
-    q, k, u = (in_blocks(a, gates.shape[1]) for a in (f.x.q, f.x.k, f.x.u))
+    x, time, levels = f.x, f.x.u.shape[1], f.level_weights.shape[3]
+    whole, count = time // BLOCK, -(-time // BLOCK)
+    static = Static(slots_for(levels, whole), whole, config, interpret)
+    row = prepared(x.log_decay, f.level_weights, static.slots)
+    q, k, u = (in_blocks(a, count) for a in (x.q, x.k, x.u))
     q, k, u = (a.reshape(a.shape[0], -1, *a.shape[3:]) for a in (q, k, u))
-    o = read_out(q, k, u, gates, placed, config, interpret)
-    return o[:, : f.x.u.shape[1]], states
+    o, last = solve(q, k, u, row.gates, row.fade, None, Where(), static)
+    k, u = (in_blocks(a[:, whole * BLOCK :], 1)[:, 0] for a in (x.k, x.u))
+    slot = np.minimum([int(time ^ s).bit_length() for s in range(whole * BLOCK, (whole + 1) * BLOCK)], levels - 1)
+    states = open_states(k, u, row.behind, slot[None], levels)
+    return o[:, :time], add_slots(states, last, row.final, np.int32(whole)[None])
+
+
+def add_slots(states: jax.Array, last: jax.Array, final: jax.Array, place) -> jax.Array:
+    """States [B, H, L, K, V] and the last slots [B, slots, H V, K] of documents with `place` [B or 1] whole blocks,
+    after the log decays final [B, H, slots]."""
+    from efla_jax.kernels.log_linear import number_of
+
+    (batch, heads, levels, key_dim, value_dim), slots = states.shape, last.shape[1]
+    last = last.reshape(batch, slots, heads, value_dim, key_dim).transpose(0, 2, 1, 4, 3)
+    live = (number_of(place, slots)[:, None] >> np.arange(slots) & 1 == 1)[:, None, :, None, None]
+    last = jnp.where(live, last, 0.0) * jnp.exp(jnp.where(live[..., 0, 0], final, 0.0))[..., None, None]
+    if levels > INSIDE:  # as many slots as levels from there on, or fewer
+        return states.at[:, :, INSIDE : INSIDE + slots].add(last)
+    return states.at[:, :, -1].add(jnp.sum(last, axis=2))
 
 
 def log_linear_attention(f: Fenwick, _chunk_size: int, config=None, interpret=None) -> tuple[jax.Array, jax.Array]:
