@@ -60,8 +60,10 @@ def config_for(device_kind: str, key_dim: int, value_dim: int, dtype) -> Config:
     return TABLE.get((device_kind, key_dim, value_dim, jnp.dtype(dtype).name), SAFE)
 
 
-def unsupported(key_dim: int, value_dim: int, dtype) -> str | None:
-    """Why the kernels cannot serve these sizes, or None."""
+def unsupported(key_dim: int, value_dim: int, dtype, step: str | None = None) -> str | None:
+    """Why the kernels cannot serve these sizes, or None; step: of raw keys, or None."""
+    if step is not None and jnp.dtype(dtype).name == "float16":
+        return "dtype float16: what is written per raw key may leave its range; use bfloat16"
     if jnp.dtype(dtype).name not in DTYPES:
         return f"dtype {jnp.dtype(dtype).name}: the tensor cores' transposed operands are 16-bit ({', '.join(DTYPES)})"
     if key_dim not in KEY_DIMS:
@@ -114,7 +116,7 @@ def plan_for(config: Config, sizes: mosaic.Sizes, *, documents: bool, save: bool
 
 @narrow_indices()
 def forward(
-    q, k, u, erase, log_decay, documents, initial_state, *, config: Config, save: bool, interpret=None
+    q, k, u, erase, log_decay, documents, initial_state, *, config: Config, save: bool, step=None, interpret=None
 ) -> tuple:
     """(o [B, T, H, V], final state [B, H, K, V] float32, saved or None); T a multiple of 64 and at least 64.
 
@@ -122,15 +124,17 @@ def forward(
     several of the value heads that read one key head; documents [B, T] float32, how many documents began inside the
     chunk up to and including the token, or None; initial_state [B, H, K, V] float32. saved is what the backward needs:
     (I + A)^-1 [B, H, T, 64] and, per chunk, the gate vectors [B, H, N, 5, 64] float32 (for the heads of the gates) and
-    the state at the start [B, H, N, V, K], 16-bit. interpret: Mosaic's parameters."""
+    the state at the start [B, H, N, V, K], 16-bit. interpret: Mosaic's parameters. step: None, or a name of
+    `delta_flow.STEPS`: then k is raw, u is v, erase is beta, and saved has the |k|^2 [B, H, T] float32, too."""
     sizes = mosaic.Sizes.of(k, u, erase)
     plan = plan_for(config, sizes, documents=documents is not None, save=save, interpret=interpret is not None)
-    inverse, gates = mosaic.invert(
+    inverse, gates, square = mosaic.invert(
         k,
         erase,
         log_decay,
         documents,
         precision=jnp.dtype(config.precision),
+        step=step,
         automatic_barriers=config.automatic_barriers,
         interpret=interpret,
     )
@@ -139,4 +143,5 @@ def forward(
         whole = dataclasses.replace(plan, groups=summary_groups(plan.groups, sizes))
         starts = part_starts(*summarise(k, u, inverse, gates, plan=whole, interpret=interpret), initial_state)
     o, last, states = mosaic.walk(q, k, u, inverse, gates, starts, plan=plan, interpret=interpret)
-    return o, last[-1], (inverse, gates, states) if save else None
+    saved = (inverse, gates, states, *([] if step is None else [square])) if save else None
+    return o, last[-1], saved

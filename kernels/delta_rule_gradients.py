@@ -16,6 +16,9 @@ runs the program of the device.
 
 The cotangent of the log decay is made of row and column sums of M, which nearly cancel when keys are nearly parallel:
 they are taken of float32 products before anything is rounded. Only <S, D> is of rounded factors.
+
+With raw keys (`delta_flow.py`) the same holds with s for e, T for the inverse, V for U and N for W. There is one more
+vector, dV . V of each token, for d w, and dK has what the coefficients send along k.
 """
 
 from typing import Any, NamedTuple
@@ -26,6 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from efla_jax.kernels.delta_flow import slopes
 from efla_jax.kernels.delta_rule_reverse import CHUNK, ERASE, GATES, INTO, OUT, SUM, TILE, ReverseConfig, Sizes, reverse
 from efla_jax.kernels.mosaic import (
     MASKED,
@@ -44,12 +48,13 @@ DIMENSIONS = (64, 128)  # of keys and of values: at most two tiles, one for each
 GROUPS = 2  # compute warpgroups
 SLOTS = 2  # in which a chunk's or a tile's loads may lie
 REGISTERS = 240, 24  # of a thread that computes, that loads: (2 * 240 + 24) * 128, what the threads start with
-SUMS = 6  # vectors of one warpgroup, in this order; the last is over rows of the state, the others over tokens
-MIXED, COLUMN, READ, SEEN, LEFT, STATE = range(SUMS)
+SUMS = 7  # vectors of one warpgroup, in this order; STATE is over rows of the state, the others over tokens
+MIXED, COLUMN, READ, SEEN, LEFT, STATE, VALUE = range(SUMS)
 
 
 class Inputs(NamedTuple):
-    """Arguments of `gradients` in device memory; documents may be absent."""
+    """Arguments of `gradients` in device memory; documents may be absent, of_value and of_seen [B, H, T] are those of
+    `delta_flow.Slopes`, with raw keys."""
 
     q: Any
     k: Any
@@ -62,6 +67,8 @@ class Inputs(NamedTuple):
     gates: Any
     erase: Any
     documents: Any = None
+    of_value: Any = None
+    of_seen: Any = None
 
 
 class Memory(NamedTuple):
@@ -70,7 +77,7 @@ class Memory(NamedTuple):
     keys: Any  # [1 + slots, K // 64, C, 64]: q, then k
     inverse: Any  # [slots, C, C]
     gates: Any  # [slots, GATES, C]
-    vectors: Any  # [slots, 2, C]: erase, document
+    vectors: Any  # [slots, 2 or 4, C]: erase, document; with raw keys of_value, of_seen
     u: Any  # [slots, C, 64]
     values: Any  # [2, slots, C, 64]: dO, dP
     starts: Any  # [slots, K // 64, 64, 64]: S^T
@@ -78,7 +85,7 @@ class Memory(NamedTuple):
     written: Any  # [2, 64, C]: W^T; then dQ and dK on their way out
     pairs: Any  # [2, C, C]: what W^T is made of; then b, X
     sums: Any  # [2, SUMS, C]
-    results: Any  # [3, C]: d log_decay, d erase, and room
+    results: Any  # [4, C]: d log_decay, d erase, and room; with raw keys dV . V
     loaded: Any  # barriers of the loads: of k and all that is small [slots], of tiles [slots], of q
     loaded_tile: Any
     loaded_q: Any
@@ -108,7 +115,7 @@ def scratch(sizes: Sizes, dtype) -> list:
         shared(1 + SLOTS, tiles, CHUNK, TILE, dtype=dtype),
         shared(SLOTS, CHUNK, CHUNK, dtype=dtype),
         plgpu.SMEM((SLOTS, GATES, CHUNK), jnp.float32),
-        plgpu.SMEM((SLOTS, 2, CHUNK), jnp.float32),
+        plgpu.SMEM((SLOTS, 2 + 2 * sizes.raw_keys, CHUNK), jnp.float32),
         shared(SLOTS, CHUNK, TILE, dtype=dtype),
         shared(2, SLOTS, CHUNK, TILE, dtype=dtype),
         shared(SLOTS, tiles, TILE, TILE, dtype=dtype),
@@ -116,8 +123,8 @@ def scratch(sizes: Sizes, dtype) -> list:
         shared(2, TILE, CHUNK, dtype=dtype),
         shared(2, CHUNK, CHUNK, dtype=dtype),
         plgpu.SMEM((2, SUMS, CHUNK), jnp.float32),
-        plgpu.SMEM((3, CHUNK), jnp.float32),
-        plgpu.Barrier(num_arrivals=tiles + 3 + sizes.documents, num_barriers=SLOTS),
+        plgpu.SMEM((4, CHUNK), jnp.float32),
+        plgpu.Barrier(num_arrivals=tiles + 3 + sizes.documents + 2 * sizes.raw_keys, num_barriers=SLOTS),
         plgpu.Barrier(num_arrivals=3 + 2 * tiles, num_barriers=SLOTS),
         plgpu.Barrier(num_arrivals=tiles),
         plgpu.Barrier(num_arrivals=GROUPS, num_barriers=SLOTS),
@@ -154,6 +161,9 @@ def load_chunk(x: Inputs, memory: Memory, sizes: Sizes, place: tuple, turn) -> N
     start(x.erase.at[b, gate_head, tokens], memory.vectors.at[slot, 0], loaded)
     if x.documents is not None:
         start(x.documents.at[b, tokens], memory.vectors.at[slot, 1], loaded)
+    for row, vector in enumerate((x.of_value, x.of_seen), 2):
+        if vector is not None:
+            start(vector.at[b, gate_head, tokens], memory.vectors.at[slot, row], loaded)
     for j, at in enumerate(tile_slots(sizes, slot)):
         wait(memory.free_tile.at[at], SLOTS // sizes.value_tiles)
         loaded = memory.loaded_tile.at[at]
@@ -206,8 +216,11 @@ def meet(barrier) -> None:
     plgpu.barrier_wait(barrier)
 
 
-def write_written(memory: Memory, at: Chunk) -> None:
-    """W^T of this warpgroup's 64 columns of V."""
+def write_written(memory: Memory, at: Chunk, raw_keys: bool) -> None:
+    """W^T of this warpgroup's 64 columns of V; with raw keys also their part of dV . V."""
+    if raw_keys:
+        both = matrix(memory.u.at[at.place]) * matrix(memory.values.at[1, at.place])
+        memory.sums.at[at.group, VALUE][...] = jnp.sum(both, axis=1)
     dtype, k, starts = memory.u.dtype, memory.keys.at[1 + at.slot], memory.starts.at[at.place]
     known = product(*[(starts.at[i], k.at[i].T) for i in range(k.shape[0])])
     erase = by_column(memory.gates.at[at.slot, ERASE], TILE)
@@ -282,6 +295,15 @@ def write_pairs(memory: Memory, at: Chunk, pairs: jax.Array, documents: bool) ->
         sums.at[COLUMN][...] = jnp.sum(mixed * erase, axis=0)
 
 
+def along_keys(memory: Memory, at: Chunk, sizes: Sizes) -> jax.Array:
+    """What the coefficients of raw keys send along k: 64 columns [C, 64]."""
+    total = lambda i, count: sum(per_row(memory.sums.at[g, i]) for g in range(count))  # noqa: E731
+    d_seen = per_row(memory.sums.at[1, MIXED]) - total(SEEN, sizes.key_tiles)
+    vectors = memory.vectors.at[at.slot]
+    scale = total(VALUE, sizes.value_tiles) * per_row(vectors.at[2]) + d_seen * per_row(vectors.at[3])
+    return matrix(memory.keys.at[1 + at.slot, at.tile]) * lax.broadcast_in_dim(scale, (CHUNK, TILE), (0,))
+
+
 def group_keys(at: Chunk):
     """The slot of `keys` with q for group 0, with k for group 1."""
     return at.group * (1 + at.slot)
@@ -299,17 +321,19 @@ def put(memory: Memory, at: Chunk, x: jax.Array, target) -> None:
     plgpu.copy_smem_to_gmem(room, target)
 
 
-def gate_gradients(memory: Memory, at: Chunk, tiles: int) -> None:
-    """d log_decay and d erase of a chunk from the sums, into `results`.
+def gate_gradients(memory: Memory, at: Chunk, sizes: Sizes) -> None:
+    """d log_decay and d erase of a chunk from the sums, into `results`; with raw keys also dV . V.
 
     d log_decay of a token: the sums of the tokens from it on, of what the tokens before it left, and in_C <S, D>."""
     total = lambda i, count: sum(per_row(memory.sums.at[g, i]) for g in range(count))  # noqa: E731
-    erase = per_row(memory.vectors.at[at.slot, 0])
+    erase, tiles = per_row(memory.vectors.at[at.slot, 0]), sizes.key_tiles
     below, seen = per_row(memory.sums.at[1, MIXED]), total(SEEN, tiles)
     onward = per_row(memory.sums.at[0, MIXED]) - total(COLUMN, 2) + total(READ, tiles) + erase * (below - seen)
     memory.results.at[1][...] = below - seen
     memory.results.at[0][...] = onward
     memory.results.at[2][...] = total(LEFT, tiles)
+    if sizes.raw_keys:
+        memory.results.at[3][...] = total(VALUE, sizes.value_tiles)
     plgpu.commit_smem()
     row, column = index(CHUNK, CHUNK, 0), index(CHUNK, CHUNK, 1)
     state = sum(by_column(memory.sums.at[g, STATE], CHUNK) for g in range(tiles))
@@ -323,7 +347,7 @@ def gate_gradients(memory: Memory, at: Chunk, tiles: int) -> None:
 def compute_chunk(memory: Memory, sizes: Sizes, where: tuple, turn, group, results: tuple) -> None:
     """A chunk's gradients by the two warpgroups that compute, from loads to stores."""
     (b, h, chunk), slot = where, lax.rem(turn, SLOTS)
-    tokens, d_q, d_k, d_erase, d_decay = pl.ds(chunk * CHUNK, CHUNK), *results
+    tokens, (d_q, d_k, d_erase, d_decay, *d_value) = pl.ds(chunk * CHUNK, CHUNK), results
     place, tile = lax.rem(slot + group, SLOTS), group if sizes.key_tiles == GROUPS else 0
     at = Chunk(slot, tile_slots(sizes, slot), [slot, 1 - slot], group, place, tile)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -333,7 +357,7 @@ def compute_chunk(memory: Memory, sizes: Sizes, where: tuple, turn, group, resul
 
     @pl.when(group < sizes.value_tiles)
     def _():
-        write_written(memory, at)
+        write_written(memory, at, sizes.raw_keys)
 
     meet(memory.wrote)
     read, kept, pairs = state_products(memory, at)
@@ -346,6 +370,8 @@ def compute_chunk(memory: Memory, sizes: Sizes, where: tuple, turn, group, resul
     b_pairs, x = (memory.pairs.at[i] for i in at.places)
     q, k = memory.keys.at[0, tile], memory.keys.at[1 + slot, tile]
     target = b, tokens, h, pl.ds(at.tile * TILE, TILE)
+    if sizes.raw_keys:
+        kept += along_keys(memory, at, sizes)
     gradients = read + product((b_pairs, k)), kept + product((b_pairs.T, q), (x, k), (x.T, k))
 
     @pl.when(group < sizes.key_tiles)
@@ -358,23 +384,27 @@ def compute_chunk(memory: Memory, sizes: Sizes, where: tuple, turn, group, resul
 
     @pl.when(group == 0)
     def _():
-        gate_gradients(memory, at, sizes.key_tiles)
+        gate_gradients(memory, at, sizes)
         plgpu.copy_smem_to_gmem(memory.results.at[0], d_decay.at[b, h, tokens])
         plgpu.copy_smem_to_gmem(memory.results.at[1], d_erase.at[b, h, tokens])
+        for target in d_value:
+            plgpu.copy_smem_to_gmem(memory.results.at[3], target.at[b, h, tokens])
 
     plgpu.barrier_arrive(memory.free.at[slot])
 
 
 def gradients(x: Inputs, sizes: Sizes, programs: int, automatic_barriers: bool, *, interpret=None) -> tuple:
-    """(dq, dk [B, T, H, K], d_erase, d_log_decay [B, H, T] float32) from everything that `backward` got, du and D.
+    """(dq, dk [B, T, H, K], d_erase, d_log_decay [B, H, T] float32) from everything that `backward` got, du and D; with
+    raw keys dV . V [B, H, T] float32, too.
 
     The chunks of all rows are dealt out to so many programs, a divisor of their number."""
-    dtype, arrays = x.k.dtype, [array for array in x if array is not None]
+    dtype, names = x.k.dtype, [name for name, array in x._asdict().items() if array is not None]
+    results_of = 4 + sizes.raw_keys
     turns = sizes.batch * sizes.heads * sizes.chunks // programs
 
     def body(*refs):
-        inputs, refs = Inputs(*refs[: len(arrays)]), refs[len(arrays) :]
-        results, memory = refs[:4], Memory(*refs[4:])
+        inputs, refs = Inputs(**dict(zip(names, refs, strict=False))), refs[len(names) :]
+        results, memory = refs[:results_of], Memory(*refs[results_of:])
         program, group = lax.axis_index("program"), lax.axis_index("warpgroup")
 
         def place(turn) -> tuple:
@@ -400,7 +430,7 @@ def gradients(x: Inputs, sizes: Sizes, programs: int, automatic_barriers: bool, 
     gates = jax.ShapeDtypeStruct((sizes.batch, sizes.heads, sizes.time), jnp.float32)
     return plgpu.kernel(
         body,
-        out_type=(keys, keys, gates, gates),
+        out_type=(keys, keys, *[gates] * (results_of - 2)),
         scratch_types=scratch(sizes, dtype),
         grid=(programs,),
         grid_names=("program",),
@@ -408,13 +438,14 @@ def gradients(x: Inputs, sizes: Sizes, programs: int, automatic_barriers: bool, 
         thread_name="warpgroup",
         compiler_params=parameters(automatic_barriers),
         interpret=interpret,
-    )(*arrays)
+    )(*(getattr(x, name) for name in names))
 
 
 @narrow_indices()
 def backward(
-    q, k, u, erase, log_decay, documents, saved, d_o, d_final, *, config: ReverseConfig | None = None, interpret=None
-) -> tuple:
+    q, k, u, erase, log_decay, documents, saved, d_o, d_final, *,
+    config: ReverseConfig | None = None, step: str | None = None, interpret=None,
+) -> tuple:  # fmt: skip
     """Cotangents (dq, dk [B, T, H, K], du [B, T, H, V], d_erase, d_log_decay [B, H, T], d_initial [B, H, V, K]).
 
     q, k [B, T, G, K]; u and the output's cotangent d_o [B, T, H, V], all of one 16-bit dtype; erase, log_decay
@@ -423,9 +454,10 @@ def backward(
     (inverse [B, H, T, 64] and gates [B, H, N, 5, 64] float32 for the heads of erase, states at the chunks' starts
     [B, H, N, V, K]); d_final [B, H, V, K] float32, of the final state. T is a multiple of 64, K and V in DIMENSIONS.
     dq and dk are of each value head, float32 where they are to be summed: those of a key head are their sum.
+    step: that of the forward, or None; with one, saved has the squared lengths of the keys at its end.
 
     Raises NotImplementedError for other sizes."""
-    inverse, gates, starts = saved
+    inverse, gates, starts, *square = saved
     (batch, time, key_heads, key_dim), (heads, value_dim) = k.shape, u.shape[2:]
     if not {key_dim, value_dim} <= set(DIMENSIONS) or time % CHUNK or k.dtype.itemsize != 2:
         raise NotImplementedError(
@@ -434,14 +466,21 @@ def backward(
         )
     config = ReverseConfig() if config is None else config
     sharing = heads // erase.shape[1]
-    sizes = Sizes(batch, time, key_heads, heads, key_dim, value_dim, documents is not None, sharing)
+    sizes = Sizes(batch, time, key_heads, heads, key_dim, value_dim, documents is not None, sharing, step is not None)
     d_u, ends, d_initial = reverse(
         q, k, inverse, gates, documents, d_o, d_final, sizes=sizes, config=config, interpret=interpret
     )
     inputs = Inputs(q, k, u, d_o, d_u, inverse, starts, ends, gates, erase, documents)
+    if step is not None:
+        slope = slopes(step, erase, log_decay, *square)
+        inputs = inputs._replace(erase=slope.seen, of_value=slope.of_value, of_seen=slope.of_seen)
     chunks = batch * heads * sizes.chunks
     programs = max(p for p in range(1, config.multiprocessors + 1) if chunks % p == 0)
     d_q, d_k, *d_gates = gradients(inputs, sizes, programs, config.automatic_barriers, interpret=interpret)
     if sharing > 1:
         d_gates = [x.reshape(batch, -1, sharing, time).sum(2) for x in d_gates]
+    if step is not None:
+        d_seen, d_decay, d_value = d_gates
+        d_beta, d_more = slope.gates(d_value, d_seen)
+        d_gates = [d_beta, d_decay + d_more]
     return d_q, d_k, d_u, *d_gates, d_initial

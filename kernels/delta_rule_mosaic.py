@@ -28,6 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from efla_jax.kernels.delta_flow import LEAST, coefficients
 from efla_jax.kernels.mosaic import (
     MASKED,
     TRANSPOSED,
@@ -46,6 +47,8 @@ from efla_jax.kernels.mosaic import (
 CHUNK = 64
 GATES = 5  # rows of the gate vectors, in this order
 ERASE, DOCUMENT, INTO, OUT, SUM = range(GATES)  # e in; document number; in; out; G
+SCALES = 3  # vectors of a chunk's raw keys, in this order
+SQUARE, AFTER, BEFORE = range(SCALES)  # |k|^2; what the inverse is multiplied by from the left and from the right
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +111,26 @@ def write_gates(log_decay, erase, document, gates) -> None:
     gates.at[OUT][...] = jnp.exp(out)
 
 
-def negative_triangle(k, log_decay, erase, document, gates) -> jax.Array:
-    """-A [C, C] float32 of a chunk, and its gate vectors, written while K K^T is multiplied. k [K // 64, C, 64]."""
+def solve_step(step: str, products, log_decay, beta, gates, scales) -> tuple[jax.Array, jax.Array]:
+    """(s w |k| per row, 1 / |k| per column) as [C, C] of `delta_flow.py`, from the products K K^T of raw keys and what
+    is in shared memory; the gate of the erase and the SCALES of the chunk are written."""
+    diagonal = index(CHUNK, CHUNK, 0) == index(CHUNK, CHUNK, 1)
+    square = jnp.sum(jnp.where(diagonal, products, 0.0), axis=1)
+    live = square > 0.0
+    inverse_norm = jnp.where(live, lax.rsqrt(jnp.where(live, square, 1.0)), 0.0)
+    write, seen = coefficients(step, jnp.maximum(per_row(beta), LEAST), per_row(log_decay), square)
+    written = write * (square * inverse_norm)
+    gates.at[ERASE][...] = seen * per_row(gates.at[INTO])
+    scales.at[SQUARE][...] = square
+    scales.at[AFTER][...] = inverse_norm
+    scales.at[BEFORE][...] = written
+    plgpu.commit_smem()
+    return lax.broadcast_in_dim(seen * written, (CHUNK, CHUNK), (0,)), by_column(scales.at[AFTER], CHUNK)
+
+
+def negative_triangle(k, log_decay, erase, document, gates, step: str | None, scales) -> jax.Array:
+    """-A [C, C] float32 of a chunk, and its gate vectors, written while K K^T is multiplied. k [K // 64, C, 64].
+    With a step, k is raw and `erase` is beta: see `delta_flow.py`."""
 
     def multiply(acc):
         for part in range(k.shape[0]):
@@ -120,7 +141,11 @@ def negative_triangle(k, log_decay, erase, document, gates) -> jax.Array:
             seen &= by_column(document, CHUNK) == by_row(document, CHUNK)
         total = gates.at[SUM]
         decay = jnp.exp(jnp.where(seen, by_row(total, CHUNK) - by_column(total, CHUNK), MASKED))
-        return accumulated(acc, wait_n=0) * (decay * -by_row(erase, CHUNK))
+        products = accumulated(acc, wait_n=0)
+        if step is None:
+            return products * (decay * -by_row(erase, CHUNK))
+        rows, columns = solve_step(step, products, log_decay, erase, gates, scales)
+        return products * (decay * -rows * columns)
 
     return pl.run_scoped(multiply, plgpu.ACC((CHUNK, CHUNK), jnp.float32))
 
@@ -175,13 +200,29 @@ class InvertMemory(NamedTuple):
     triangle: Any  # [C, C]
     inverses: Any  # [2, C, C]
     loaded: Any  # barrier
-    buffer: Any  # [C, C], interpreter only
+    scales: Any = None  # [SCALES, C], with a step
+    buffer: Any = None  # [C, C], interpreter only
+
+
+def invert_scratch(key_dim: int, vectors: int, dtype, precision, raw_keys: bool, interpret: bool) -> list:
+    """The fields of `InvertMemory` in their order."""
+    return [
+        shared(key_dim // 64, CHUNK, 64, dtype=dtype),
+        plgpu.SMEM((vectors, CHUNK), jnp.float32),
+        plgpu.SMEM((GATES, CHUNK), jnp.float32),
+        shared(CHUNK, CHUNK, dtype=precision),
+        shared(2, CHUNK, CHUNK, dtype=precision),
+        plgpu.Barrier(num_arrivals=vectors + key_dim // 64),
+        *[plgpu.SMEM((SCALES, CHUNK), jnp.float32)] * raw_keys,
+        *[shared(CHUNK, CHUNK, dtype=precision)] * interpret,
+    ]
 
 
 def invert(
-    k, erase, log_decay, documents, *, precision, automatic_barriers: bool = True, interpret=None
-) -> tuple[jax.Array, jax.Array]:
-    """(I + A)^-1 [B, H, T, C] in the dtype of k and the gate vectors [B, H, N, GATES, C] float32 of every chunk.
+    k, erase, log_decay, documents, *, precision, step=None, automatic_barriers: bool = True, interpret=None
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """(I + A)^-1 [B, H, T, C] in the dtype of k, the gate vectors [B, H, N, GATES, C] float32 of every chunk and None;
+    with a step, where k is raw and `erase` is beta, T of `delta_flow.py` and, instead of None, |k|^2 [B, H, T] float32.
 
     k [B, T, G, K]; erase, log_decay [B, H, T] float32; documents [B, T] float32 or None; T a multiple of C. precision
     is the 16-bit dtype of the products: float16 has the mantissa of TF32, and as long as erase times the square of
@@ -193,8 +234,10 @@ def invert(
 
     def delta_rule_invert(k_gmem, *refs):
         vector_gmem, refs = refs[:vectors], refs[vectors:]
-        inverse_gmem, gates_gmem, *scratch = refs
-        memory = InvertMemory(*scratch, *[None] * (7 - len(scratch)))
+        inverse_gmem, gates_gmem, *rest = refs
+        square_gmem = None if step is None else rest.pop(0)
+        buffer = None if interpret is None else rest.pop()
+        memory = InvertMemory(*rest)._replace(buffer=buffer)
         program = lax.axis_index("program")
         row, chunk = lax.div(program, sizes.chunks), lax.rem(program, sizes.chunks)
         b, h = lax.div(row, heads), lax.rem(row, heads)
@@ -207,8 +250,12 @@ def invert(
             plgpu.copy_gmem_to_smem(source, memory.vectors.at[i], memory.loaded)
         plgpu.barrier_wait(memory.loaded)
         document = None if documents is None else memory.vectors.at[2]
-        negative = negative_triangle(memory.k, memory.vectors.at[0], memory.vectors.at[1], document, memory.gates)
+        decay, erase = memory.vectors.at[0], memory.vectors.at[1]
+        negative = negative_triangle(memory.k, decay, erase, document, memory.gates, step, memory.scales)
         inverse = unit_lower_inverse(negative, memory.triangle, memory.inverses, memory.buffer)
+        if step is not None:
+            inverse = inverse * (by_row(memory.scales.at[AFTER], CHUNK) * by_column(memory.scales.at[BEFORE], CHUNK))
+            plgpu.copy_smem_to_gmem(memory.scales.at[SQUARE], square_gmem.at[b, h, tokens])
         result = memory.k.at[0]  # the keys are no longer needed
         result[...] = inverse.astype(k.dtype)
         plgpu.commit_smem()
@@ -216,27 +263,20 @@ def invert(
         plgpu.copy_smem_to_gmem(memory.gates, gates_gmem.at[b, h, chunk])
         plgpu.wait_smem_to_gmem(0)
 
-    scratch = [
-        shared(key_dim // 64, CHUNK, 64, dtype=k.dtype),
-        plgpu.SMEM((vectors, CHUNK), jnp.float32),
-        plgpu.SMEM((GATES, CHUNK), jnp.float32),
-        shared(CHUNK, CHUNK, dtype=precision),
-        shared(2, CHUNK, CHUNK, dtype=precision),
-        plgpu.Barrier(num_arrivals=vectors + key_dim // 64),
-    ]
-    inverse, gates = plgpu.kernel(
+    inverse, gates, *square = plgpu.kernel(
         delta_rule_invert,
         out_type=[
             jax.ShapeDtypeStruct((batch, heads, time, CHUNK), k.dtype),
             jax.ShapeDtypeStruct((batch, heads, sizes.chunks, GATES, CHUNK), jnp.float32),
+            *([] if step is None else [jax.ShapeDtypeStruct(erase.shape, jnp.float32)]),
         ],
-        scratch_types=scratch + ([] if interpret is None else [shared(CHUNK, CHUNK, dtype=precision)]),
+        scratch_types=invert_scratch(key_dim, vectors, k.dtype, precision, step is not None, interpret is not None),
         grid=(batch * heads * sizes.chunks,),
         grid_names=("program",),
         compiler_params=parameters(automatic_barriers),
         interpret=interpret,
     )(k, log_decay, erase, *([] if documents is None else [documents]))
-    return inverse, gates
+    return inverse, gates, square[0] if square else None
 
 
 # ---- walk ---------------------------------------------------------------------------------------------------------

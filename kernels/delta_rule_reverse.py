@@ -49,7 +49,8 @@ ERASE, INTO, OUT, SUM = 0, 2, 3, 4  # e in; in; out; G (row 1 is the forward's o
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of a call: B, T, G, H, K, V; value head h reads key head h // (H // G), and the gates of h // sharing."""
+    """Sizes of a call: B, T, G, H, K, V; value head h reads key head h // (H // G), and the gates of h // sharing.
+    raw_keys: see `delta_flow.py`."""
 
     batch: int
     time: int
@@ -59,6 +60,7 @@ class Sizes:
     value_dim: int
     documents: bool
     sharing: int = 1
+    raw_keys: bool = False
 
     @property
     def chunks(self) -> int:

@@ -5,6 +5,7 @@ from efla_jax.ops.attention import init_kv_cache as init_kv_cache
 from efla_jax.ops.attention import softmax_attention as softmax_attention
 from efla_jax.ops.block_sparse_attention import block_sparse_attention as block_sparse_attention
 from efla_jax.ops.conv import causal_conv as causal_conv
+from efla_jax.ops.delta_flow import delta_flow as delta_flow
 from efla_jax.ops.delta_rule import delta_rule as delta_rule
 from efla_jax.ops.exact_flow import exact_flow as exact_flow
 from efla_jax.ops.exact_flow import gated_exact_flow as gated_exact_flow

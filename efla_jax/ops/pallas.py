@@ -43,28 +43,29 @@ def require_one_dtype(op: str, x: Recurrence) -> None:
         raise NotImplementedError(f"{op}: kernels take q, k, u of one dtype, not {x.q.dtype}, {x.k.dtype}, {x.u.dtype}")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
-def solve(q, k, u, erase, log_decay, documents, initial_state, config, interpret):
-    """(o, final state) in the kernels' layout (see `kernels/delta_rule.py`). interpret: parameters of Mosaic's
-    interpreter, or None for a device."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8, 9))
+def solve(q, k, u, erase, log_decay, documents, initial_state, config, step, interpret):
+    """(o, final state) in the kernels' layout (see `kernels/delta_rule.py`). step: None, or how raw keys, values and
+    beta (in the places of k, u and erase) become one. interpret: parameters of Mosaic's interpreter, or None for a
+    device."""
     from efla_jax.kernels import delta_rule as kernel
 
     arguments = q, k, u, erase, log_decay, documents, initial_state
-    return kernel.forward(*arguments, config=config, save=False, interpret=interpret)[:2]
+    return kernel.forward(*arguments, config=config, save=False, step=step, interpret=interpret)[:2]
 
 
-def _forward(q, k, u, erase, log_decay, documents, initial_state, config, interpret):
+def _forward(q, k, u, erase, log_decay, documents, initial_state, config, step, interpret):
     from efla_jax.kernels import delta_rule as kernel
 
     arguments = q, k, u, erase, log_decay, documents, initial_state
-    o, final, saved = kernel.forward(*arguments, config=config, save=True, interpret=interpret)
+    o, final, saved = kernel.forward(*arguments, config=config, save=True, step=step, interpret=interpret)
     return (o, final), (arguments[:6], saved)
 
 
-def _backward(config, interpret, residuals, cotangents):
+def _backward(config, step, interpret, residuals, cotangents):
     from efla_jax.kernels import delta_rule_gradients as kernel
 
-    (q, k, u, erase, log_decay, documents), (inverse, gates, states) = residuals
+    (q, k, u, erase, log_decay, documents), (inverse, gates, states, *square) = residuals
     d_o, d_final = cotangents
     tiles = u.shape[2] // erase.shape[1]
 
@@ -74,9 +75,9 @@ def _backward(config, interpret, residuals, cotangents):
     def of_gates(x):
         return jnp.sum(x.reshape(*erase.shape[:2], tiles, -1), axis=2) if tiles > 1 else x
 
-    saved = repeated(inverse), repeated(gates), states
+    saved = repeated(inverse), repeated(gates), states, *map(repeated, square)
     arguments = q, k, u, repeated(erase), repeated(log_decay), documents, saved, d_o, d_final.swapaxes(2, 3)
-    d_q, d_k, d_u, d_erase, d_decay, d_initial = kernel.backward(*arguments, interpret=interpret)
+    d_q, d_k, d_u, d_erase, d_decay, d_initial = kernel.backward(*arguments, step=step, interpret=interpret)
     d_gates = of_gates(d_erase), of_gates(d_decay), None if documents is None else jnp.zeros_like(documents)
     return of_key_heads(d_q, q), of_key_heads(d_k, q), d_u, *d_gates, d_initial.swapaxes(2, 3)
 
@@ -93,8 +94,8 @@ def of_key_heads(gradient: jax.Array, like: jax.Array) -> jax.Array:
 solve.defvjp(_forward, _backward)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def laid_out(x: Recurrence, config, interpret) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def laid_out(x: Recurrence, config, step, interpret) -> tuple[jax.Array, jax.Array]:
     """`solve` from and to the library's layout. Channels of the values do not mix: where they are many, tiles of them
     become heads that share their gates."""
     assert x.erase is not None
@@ -115,6 +116,7 @@ def laid_out(x: Recurrence, config, interpret) -> tuple[jax.Array, jax.Array]:
         chunk_documents(x.starts),
         state_of(x.initial_state, -1, tiles, tile).reshape(batch, heads * tiles, -1, tile),
         config,
+        step,
         interpret,
     )
     return o[:, :time].reshape(x.u.shape), state_of(final, tiles, -1, tile).reshape(x.initial_state.shape)
@@ -125,18 +127,28 @@ def value_tile(value_dim: int) -> int:
     return 128 if value_dim % 128 == 0 else 64
 
 
+def by_kernels(op: str, x: Recurrence, config, step, interpret) -> tuple[jax.Array, jax.Array]:
+    """What `delta_rule` and `delta_flow` do with whole sequences."""
+    kind = require_hopper(op) if interpret is None else "interpreter"
+    if x.u.size == 0:  # no token, no row or no channel to write
+        return x.u, x.initial_state
+    from efla_jax.kernels import delta_rule as kernel
+
+    require_one_dtype(op, x)
+    key_dim, value_dim, dtype = x.k.shape[-1], x.u.shape[-1], x.k.dtype
+    if reason := kernel.unsupported(key_dim, value_dim, dtype, step):
+        raise NotImplementedError(f"{op}: no GPU kernel for {reason}")
+    return laid_out(x, config or kernel.config_for(kind, key_dim, value_tile(value_dim), dtype), step, interpret)
+
+
 def delta_rule(x: Recurrence, _chunk_size: int, config=None, interpret=None) -> tuple[jax.Array, jax.Array]:
     """Outputs [B, T, H, V] in the dtype of u and the final state [B, H, K, V] float32. NotImplementedError, with the
     reason, for what the kernels do not serve. config: a `kernels.delta_rule.Config` instead of the table's."""
-    kind = require_hopper("delta_rule") if interpret is None else "interpreter"
-    if x.u.size == 0:  # no token, no row or no channel to write
-        return x.u, x.initial_state
-    if x.k.shape[1] == 1:
+    if x.k.shape[1] == 1 and x.u.size > 0:
         return one_token(x, interpret)
-    from efla_jax.kernels import delta_rule as kernel
+    return by_kernels("delta_rule", x, config, None, interpret)
 
-    require_one_dtype("delta_rule", x)
-    key_dim, value_dim, dtype = x.k.shape[-1], x.u.shape[-1], x.k.dtype
-    if reason := kernel.unsupported(key_dim, value_dim, dtype):
-        raise NotImplementedError(f"delta_rule: no GPU kernel for {reason}")
-    return laid_out(x, config or kernel.config_for(kind, key_dim, value_tile(value_dim), dtype), interpret)
+
+def delta_flow(x: Recurrence, step: str, config=None, interpret=None) -> tuple[jax.Array, jax.Array]:
+    """The same of raw keys, values and beta, which stand for k, u and erase in x, by a step of `ops.delta_flow`."""
+    return by_kernels("delta_flow", x, config, step, interpret)
