@@ -100,7 +100,8 @@ def test_only_tokens_with_a_target_have_logits():
     batch = next(dataset.eval_batches())
     few = population.stacked([batch])
     assert few["targets"].shape == few["places"].shape == (1, 32, 4) and few["mask"].sum() == batch["mask"].sum()
-    ours, full = (evaluate.batch_sums(model, params, one) for one in (jax.tree.map(lambda x: x[0], few), batch))
+    here = [jax.tree.map(jnp.asarray, one) for one in (jax.tree.map(lambda x: x[0], few), batch)]
+    ours, full = (evaluate.batch_sums(model, params, one) for one in here)
     np.testing.assert_allclose(ours, full, rtol=1e-6)
     dense = batch | {"mask": np.ones_like(batch["mask"])}
     assert "places" not in population.stacked([dense])
