@@ -2,7 +2,7 @@
 
     python -m experiments.train --config=configs/paper_mad.py:efla-in_context_recall --workdir=runs/mad_efla
     python -m experiments.train --config=configs/paper_mad.py:efla-compression-vocab_size=64 --workdir=runs/mad_harder
-    python -m experiments.sweep --config=configs/paper_mad.py --workdir=runs/mad --together=3    # the grid of get_sweep
+    python -m experiments.sweep --config=configs/paper_mad.py --workdir=runs/mad --together=3     # get_sweep's grid
     python -m experiments.report mad --runs=runs/mad --out=experiments/results/mad
 
 Behind the colon: mixer, task and, for a setting that is harder than the task's baseline, the field and value that it

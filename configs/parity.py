@@ -2,7 +2,7 @@
 
     python -m experiments.train --config=configs/parity.py:delta_net_negative --workdir=runs/parity_negative
     python -m experiments.sweep --config=configs/parity.py --workdir=runs/parity --together=12       # all, three seeds
-    python -m experiments.report parity --runs=runs/parity --out=experiments/results/parity
+    python -m experiments.report state_tracking --runs=runs/parity --out=experiments/results/parity
 
 Rows of 40 fair bits, fresh ones at every step; the target at every token is the parity so far. Scored on 1000 rows of
 40, then of 64, 128, 256 and 512. One block of width 64, two heads of 32, no convolution, no MLP; AdamW at a constant

@@ -19,6 +19,11 @@ tokens are drawn as means over consecutive ones.
 
 A sweep of associative recall (configs/adaptive_decay.py), trained length and beyond: runs.csv, table.md, recall.png.
 
+    python -m experiments.report mad --runs=runs/mad --out=experiments/results/mad
+    python -m experiments.report state_tracking --runs=runs/parity --out=experiments/results/parity
+
+Sweeps of configs/paper_mad.py and configs/parity.py: runs.csv, table.md and a picture.
+
     python -m experiments.report books --runs=runs/books --out=experiments/results/books
 
 Language models side by side (configs/lm_books.py): table.md; training.png, losses and softmax fractions over training;
@@ -37,10 +42,10 @@ from absl import app, flags
 
 from efla_jax import evaluate, metrics
 from efla_jax.train import loop
-from experiments import books_report, recall_report
+from experiments import books_report, mad_report, recall_report, state_tracking_report
 from experiments.runs import restored
 
-RUNS = flags.DEFINE_string("runs", None, "corruption, recall, books: folder whose sub-folders are finished runs")
+RUNS = flags.DEFINE_string("runs", None, "folder whose sub-folders are finished runs; all but level_weights")
 SHOW = flags.DEFINE_list("show", [], "corruption: labels to draw; all by default")
 OUT = flags.DEFINE_string("out", None, "folder to write to, or for level_weights a .png")
 CHECKPOINT = flags.DEFINE_string("checkpoint", None, "level_weights: a run's folder, or that of one of its steps")
@@ -247,6 +252,14 @@ def recall() -> None:
     recall_report.write(pathlib.Path(RUNS.value), pathlib.Path(OUT.value))
 
 
+def mad() -> None:
+    mad_report.write(pathlib.Path(RUNS.value), pathlib.Path(OUT.value))
+
+
+def state_tracking() -> None:
+    state_tracking_report.write(pathlib.Path(RUNS.value), pathlib.Path(OUT.value))
+
+
 def books() -> None:
     books_report.write(pathlib.Path(RUNS.value), pathlib.Path(OUT.value))
 
@@ -256,6 +269,8 @@ COMMANDS = {
     "corruption": (corruption, (RUNS, OUT), (SHOW,)),
     "recall": (recall, (RUNS, OUT), ()),
     "books": (books, (RUNS, OUT), ()),
+    "mad": (mad, (RUNS, OUT), ()),
+    "state_tracking": (state_tracking, (RUNS, OUT), ()),
     "level_weights": (level_weights, (CHECKPOINT, OUT), (DATA, SPLIT, BATCH, ROWS, TEXT, TOKENS, LAYERS, HEAD_LIST)),
 }
 

@@ -1,15 +1,15 @@
-"""Finished runs by their folder: what was trained, and the parameters that are scored."""
+"""Finished runs by their folder: what was trained, how it scored, and the parameters that are scored."""
 
 import functools
 import json
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
 
-from efla_jax import checkpoint, train
+from efla_jax import checkpoint, metrics, train
 from efla_jax.train import settings
 
 
@@ -49,3 +49,39 @@ def restored(path: pathlib.Path, flag: str, data: str = "") -> tuple[dict, Any, 
     dataset = settings.build_dataset(config)
     model = settings.build_model(config, dataset)
     return config, dataset, model, scored_params(path, config, model)[0]
+
+
+class Ended(NamedTuple):
+    """A run that has ended: scored are its rows of metrics.jsonl with held-out scores, the last of them its result."""
+
+    name: str
+    config: dict
+    scored: list[dict]
+
+
+def ended_runs(folder: pathlib.Path, kind: str) -> list[Ended]:
+    """The runs on data of this kind below `folder` that have ended, by name; tells which have not. Raises ValueError if
+    there is none."""
+    found, going = [], []
+    for file in sorted(folder.glob("*/metrics.jsonl")):
+        config = json.loads((file.parent / "config.json").read_text())
+        if config["data"]["kind"] != kind:
+            continue
+        scored = [row for row in metrics.read_rows(file) if "test_accuracy" in row]
+        options = config["train"]
+        if scored and (scored[-1]["step"] == options["steps"] or 0 < options["stop_at"] <= scored[-1]["test_accuracy"]):
+            found.append(Ended(file.parent.name, config, scored))
+        else:
+            going.append(file.parent.name)
+    if going:
+        print(f"left out, not at their end (--resume): {', '.join(going)}")
+    if not found:
+        raise ValueError(f"--runs={folder}: no sub-folder is an ended run of kind {kind!r}; train some first.")
+    return found
+
+
+def variant(config: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
+    """The mixers of a run and those options of the first that are not as in `plain`."""
+    mixers = config["model"]["mixers"]
+    options = config["model"]["mixer_options"].get(mixers[0], {})
+    return " ".join(("+".join(mixers), *(f"{k}={options[k]}" for k in plain if options.get(k, plain[k]) != plain[k])))

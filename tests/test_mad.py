@@ -1,6 +1,8 @@
 """MAD's tasks: the laws of their rows in figures, batches as a function of (seed, step), scores, the autoencoder."""
 
+import csv
 import itertools
+import json
 import math
 
 import jax
@@ -15,6 +17,8 @@ from efla_jax.data import mad
 from efla_jax.data.mad import Mad
 from efla_jax.model import AutoEncoder, LanguageModel
 from efla_jax.train import population
+from experiments import mad_report
+from experiments import runs as finished
 
 NOISY = {"vocab_size": 32, "noise": 0.2, "noise_vocab_size": 16}
 KNOWN_MAP = [239, 241, 146, 166, 182, 213, 142, 235]
@@ -390,3 +394,59 @@ def test_a_population_is_scored_by_class_as_its_members_are(tmp_path):
     assert set(alone.scores) == set(found[2].scores) and len({one.scores["loss"] for one in found}) == 3
     for name, value in alone.scores.items():
         assert found[2].scores[name] == pytest.approx(value, rel=1e-4), name
+
+
+def write_run(folder, argument, macro, micro, at=1.0, **changes):
+    """A run's config.json and metrics.jsonl, whose last scores are at this part of its steps."""
+    config = train.settings.plain(paper_mad.get_config(argument))
+    config["optim"] = config["optim"] | {k: v for k, v in changes.items() if k in config["optim"]}
+    config["seed"] = changes.get("seed", 0)
+    name = "_".join((argument, *(f"{name}={value}" for name, value in changes.items())))
+    (folder / name).mkdir(parents=True)
+    (folder / name / "config.json").write_text(json.dumps(config))
+    last = {"step": int(config["train"]["steps"] * at), "test_accuracy": micro, "test_macro_accuracy": macro}
+    rows = [{"step": 1, "loss": 2.0}, {"step": 100, "test_accuracy": 0.1, "test_macro_accuracy": 0.1}, last]
+    (folder / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_report_takes_the_best_of_a_setting_and_means_over_settings_and_tasks(tmp_path, capsys):
+    runs = tmp_path / "runs"
+    for seed, (low, high) in enumerate(((0.2, 0.5), (0.6, 0.4))):  # best of two rates: 50 and 60 %
+        write_run(runs, "efla-compression", low, 0.1, seed=seed, learning_rate=1e-4)
+        write_run(runs, "efla-compression", high, 0.3, seed=seed, learning_rate=1e-3)
+        write_run(runs, "efla-compression-length=64", 0.1, 0.1, seed=seed, learning_rate=1e-3, weight_decay=0.1)
+    write_run(runs, "efla-memorization", 0.7, 0.8, schedule="cosine")
+    write_run(runs, "delta_net-memorization", 0.999, 0.9995, at=0.5)  # reached stop_at
+    write_run(runs, "delta_net-compression", 0.9, 0.9, at=0.9)  # did not end
+    mad_report.write(runs, tmp_path / "out")
+    text = (tmp_path / "out" / "table.md").read_text()
+    assert "left out, not at their end (--resume): delta_net-compression" in capsys.readouterr().out
+    macro, micro = text.split("Micro accuracy")
+    # Seeds 0 and 1: (50 + 10) / 2 and (60 + 10) / 2.
+    assert "| efla, constant, 200 epochs | 32.5 ± 3.5 |  |  |  |  |  |  | 2, 2 |" in macro
+    assert "| efla, constant, 200 epochs | 20.0 ± 0.0 |" in micro
+    assert "| efla, cosine, 200 epochs |  |  |  | 70.0 |  |  |  | 1, 1 |" in macro
+    assert "| delta_net, constant, 200 epochs |  |  |  | 99.9 |  |  |  | 1, 1 |" in macro
+    assert "| efla, published | 43.8 | 22.6 | 100.0 | 32.5 | 100.0 | 99.8 | 66.4 | |" in macro
+    assert "| delta_net, published | 42.7 | 22.2 | 99.9 | 29.9 | 99.9 | 99.6 | 65.7 | |" in macro
+    assert "published |" not in micro
+    assert "at the end of training, best of rates 0.0001, 0.0005, 0.001 and decays 0, 0.1" in macro
+    assert (tmp_path / "out" / "mad.png").stat().st_size > 10_000
+    with open(tmp_path / "out" / "runs.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 8 and {row["setting"] for row in rows if row["task"] == "compression"} == {
+        "length=32", "length=64"
+    }  # fmt: skip
+    write_run(runs, "efla-memorization", 0.7, 0.8, schedule="cosine", clip_norm=1.0)
+    with pytest.raises(ValueError, match="two runs are .*'efla', 'cosine', 'memorization'"):
+        mad_report.read(runs)
+    with pytest.raises(ValueError, match="no sub-folder is an ended run of kind 'mad'"):
+        mad_report.read(tmp_path / "none")
+
+
+def test_a_report_names_the_options_of_a_control():
+    config = train.settings.plain(paper_mad.get_config("efla-compression"))
+    assert finished.variant(config, mad_report.PLAIN) == "efla"
+    config["model"]["mixer_options"]["efla"]["step"] = "euler"
+    assert finished.variant(config, mad_report.PLAIN) == "efla step=euler"
+    assert set(mad_report.TASKS) == set(paper_mad.TASKS) == set(mad.TASKS)

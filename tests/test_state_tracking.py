@@ -1,6 +1,7 @@
 """State tracking: products of a group's elements, and parity as the control that only a reflecting step can pass."""
 
 import itertools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 from configs import parity
 from efla_jax import data, ops, train
 from efla_jax.data.state_tracking import GROUPS, StateTracking, products
+from experiments import state_tracking_report
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -174,3 +176,29 @@ def test_every_config_is_built(argument):
     assert count == by_hand if argument.startswith(("delta", "efla")) else by_hand < count < 50_000
     assert parts.dataset.lengths == (40, 64, 128, 256, 512)
     assert parity.get_sweep()["arguments"] == tuple(parity.OPTIONS)
+
+
+def test_a_report_chooses_the_rate_by_the_trained_length(tmp_path):
+    runs = tmp_path / "runs"
+    found = {  # (variant, seed, rate): accuracy at 40 and at 64 tokens
+        ("efla", 0, 1e-3): (0.6, 0.9), ("efla", 0, 1e-2): (0.7, 0.5), ("efla", 1, 1e-3): (0.5, 0.55),
+        ("delta_net_negative", 0, 1e-3): (1.0, 1.0),
+    }  # fmt: skip
+    for (variant, seed, rate), (here, there) in found.items():
+        config = train.settings.plain(parity.get_config(variant))
+        config["optim"]["learning_rate"], config["seed"] = rate, seed
+        folder = runs / f"{variant}_{rate}_{seed}"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(config))
+        last = {"step": 3000, "test_accuracy": here, "test_accuracy/40": here, "test_accuracy/64": there}
+        (folder / "metrics.jsonl").write_text(json.dumps(last) + "\n")
+    state_tracking_report.write(runs, tmp_path / "out")
+    text = (tmp_path / "out" / "table.md").read_text()
+    assert "| efla, parity | 2 | 60.0 [50.0, 70.0] | 52.5 [50.0, 55.0] |" in text
+    assert "| delta_net negative_eigenvalues=True, parity | 1 | 100.0 [100.0, 100.0] |" in text
+    assert "best of rates 0.001, 0.01 at 40 tokens" in text and "| | seeds | 40 | 64 |" in text
+    assert (tmp_path / "out" / "state_tracking.png").stat().st_size > 5_000
+    config["data"]["task"]["length"] = 41
+    (runs / "delta_net_negative_0.001_0" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="the runs are of different lengths"):
+        state_tracking_report.read(runs)

@@ -1,0 +1,127 @@
+"""Table and picture of a sweep of MAD: each task's accuracy, macro as published and micro, by mixer and schedule.
+
+A run is one line of runs.csv. The published protocol, for every seed: of each setting of a task the best run of all
+rates and decays, of a task the mean over its settings, and the mean over tasks.
+"""
+
+import csv
+import math
+import pathlib
+import statistics
+from collections.abc import Callable
+
+from efla_jax import metrics
+from experiments import runs
+
+TASKS = ("compression", "fuzzy_recall", "in_context_recall", "memorization", "noisy_recall", "selective_copying")
+# EFLA (arXiv 2512.12602), in %: one number a task, then the printed mean; set-up and seeds not stated.
+PUBLISHED = {
+    "delta_net": (42.7, 22.2, 99.9, 29.9, 99.9, 99.6, 65.7),
+    "efla": (43.8, 22.6, 100.0, 32.5, 100.0, 99.8, 66.4),
+}
+PLAIN = {"step": "exact", "negative_eigenvalues": False}
+SCORES = ("macro", "micro")
+
+
+def read(folder: pathlib.Path) -> list[dict]:
+    """One row per run that has ended. Raises ValueError for two that the columns do not tell apart."""
+    rows: dict[tuple, dict] = {}
+    found = runs.ended_runs(folder, "mad")
+    varied: dict[str, dict[str, set]] = {}
+    for run in found:  # what tells settings of a task apart
+        task = run.config["data"]["task"]
+        for name, value in task.items():
+            varied.setdefault(task["name"], {}).setdefault(name, set()).add(value)
+    for run in found:
+        task, optim, last = run.config["data"]["task"], run.config["optim"], run.scored[-1]
+        settings = [f"{name}={task[name]}" for name in task if len(varied[task["name"]][name]) > 1]
+        steps = run.config["train"]["steps"]
+        row = {
+            "variant": runs.variant(run.config, PLAIN), "schedule": optim["schedule"], "task": task["name"],
+            "setting": " ".join(settings), "seed": run.config["seed"], "learning_rate": optim["learning_rate"],
+            "weight_decay": optim["weight_decay"],
+            "epochs": steps * run.config["data"]["batch_size"] / task["examples"], "ended_at": last["step"] / steps,
+            "macro": last["test_macro_accuracy"], "micro": last["test_accuracy"],
+        }  # fmt: skip
+        key = tuple(list(row.values())[:8])
+        if key in rows:
+            raise ValueError(f"--runs={folder}: two runs are {key}, one of them {run.name}; report them apart.")
+        rows[key] = row
+    return list(rows.values())
+
+
+def task_scores(rows: list[dict], task: str, score: str) -> list[float]:
+    """Of each seed the mean over settings of the best score of a setting, in %; all seeds have the same settings, or
+    those that lack some are left out."""
+    seeds: dict[int, dict[str, float]] = {}
+    for row in rows:
+        if row["task"] == task:
+            best = seeds.setdefault(row["seed"], {})
+            best[row["setting"]] = max(best.get(row["setting"], -math.inf), 100 * row[score])
+    most = max(map(len, seeds.values()), default=0)
+    return [statistics.mean(best.values()) for _, best in sorted(seeds.items()) if len(best) == most]
+
+
+def cell(values: list[float]) -> str:
+    """Mean and deviation over seeds."""
+    if not values:
+        return ""
+    return f"{statistics.mean(values):.1f}" + (f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else "")
+
+
+def lines_of(rows: list[dict]) -> dict[str, list[dict]]:
+    """Rows by what is one line of the table: mixer, schedule and epochs."""
+    found: dict[str, list[dict]] = {}
+    for row in rows:
+        found.setdefault(f"{row['variant']}, {row['schedule']}, {row['epochs']:g} epochs", []).append(row)
+    return found
+
+
+def table(rows: list[dict], score: str) -> str:
+    """A line per variant and schedule, and the published ones; the mean is over tasks, if all are there."""
+    text = [f"| | {' | '.join(TASKS)} | mean | seeds, settings |", "| --- " * (len(TASKS) + 3) + "|"]
+    for name, own in lines_of(rows).items():
+        values = [task_scores(own, task, score) for task in TASKS]
+        mean = f"{statistics.mean(map(statistics.mean, values)):.1f}" if all(values) else ""
+        settings = len({(row["task"], row["setting"]) for row in own})
+        seeds = len({row["seed"] for row in own})
+        text.append(f"| {name} | {' | '.join(map(cell, values))} | {mean} | {seeds}, {settings} |")
+    if score == "macro":
+        for name, printed in PUBLISHED.items():
+            shown = " | ".join(f"{value:.1f}" for value in printed)
+            text.append(f"| {name}, published | {shown} | |")
+    return "\n".join(text)
+
+
+def panel(rows: list[dict], score: str) -> metrics.Panel:
+    """Every seed's score by task; tasks that a line lacks are not drawn."""
+    lines = {}
+    for name, own in lines_of(rows).items():
+        values = {i: task_scores(own, task, score) for i, task in enumerate(TASKS, 1)}
+        seeds = min((len(v) for v in values.values() if v), default=0)
+        values = {i: v[:seeds] for i, v in values.items() if v}
+        lines[name] = list(values), list(zip(*values.values(), strict=True))
+    if score == "macro":
+        lines |= {f"{name}, published": (range(1, len(v)), v[:-1]) for name, v in PUBLISHED.items()}
+    named = ", ".join(f"{i} {task.replace('_', ' ')}" for i, task in enumerate(TASKS, 1))
+    return metrics.Panel(lines, "\n".join((named[: named.index("4") - 2], named[named.index("4") :])), f"{score}, %",
+                         points=True)  # fmt: skip
+
+
+def write(folder: pathlib.Path, out: pathlib.Path, draw: Callable = metrics.plot_lines) -> None:
+    """runs.csv, table.md and mad.png in the folder `out`."""
+    rows = read(folder)
+    out.mkdir(parents=True, exist_ok=True)
+    with open(out / "runs.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    rates, decays = (", ".join(f"{value:g}" for value in sorted({row[name] for row in rows}))
+                     for name in ("learning_rate", "weight_decay"))  # fmt: skip
+    note = (f"held out, in %, at the end of training, best of rates {rates} and decays {decays}, mean ± deviation over"
+            " seeds")  # fmt: skip
+    means = {"macro": "macro accuracy (mean over classes, as published)", "micro": "micro accuracy (mean over targets)"}
+    text = "\n\n".join(f"{means[score].capitalize()} {note}.\n\n{table(rows, score)}" for score in SCORES)
+    (out / "table.md").write_text(text + "\n")
+    draw([panel(rows, score) for score in SCORES], out / "mad.png")
+    print(f"{text}\n\nwritten: {out}/table.md, runs.csv, mad.png")
