@@ -6,6 +6,7 @@
 equal    losses of three steps and one whole update of --config on data, fsdp, tensor and context meshes against one
          device, and a checkpoint of a split state restored on one device
 rows     tokens/s of --config at --rows x --window tokens a device, split over data and over fsdp
+overlap  the same with XLA told to begin collectives early (OVERLAP below), on GPUs
 context  tokens/s of one sequence of --lengths tokens, split over context, of --mixers at --depth layers
 
 Devices: 1, 2, 4, ... up to all. Efficiency is the rate over that of one device times the number of devices. Every stage
@@ -31,10 +32,18 @@ from experiments.generate_throughput import config_of, names, sizes
 from experiments.language_runs import positive
 from experiments.result_files import commit
 
+STAGES = ["rows", "equal", "overlap", "context"]
 MIXERS = [
     "configs/lm_340m.py:efla", "configs/lm_340m.py:gated_delta_net", "configs/lm_log_linear.py:log_linear_mamba2",
     "configs/lm_340m.py:attention",
 ]  # fmt: skip
+OVERLAP = " ".join(
+    f"--xla_gpu_enable_{name}=true"
+    for name in (
+        "latency_hiding_scheduler",
+        *(f"pipelined_{kind}" for kind in ("all_gather", "all_reduce", "reduce_scatter")),
+    )
+)
 TINY = {
     "config": "configs/quickstart.py:efla", "mixers": ["configs/quickstart.py:efla", "configs/quickstart.py:mamba2"],
     "lengths": [64, 128], "window": 32, "rows": 2, "depth": 3, "equal_depth": 1, "seconds": 0.02, "vocab_size": 256,
@@ -48,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m experiments.scaling", allow_abbrev=False, description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    whole.add_argument("--stages", type=names, default=["rows", "equal", "context"], help="which, in this order")
+    whole.add_argument("--stages", type=names, default=STAGES, help="which, in this order")
     whole.add_argument("--config", default="configs/lm_340m.py:efla", help="of the stages equal and rows")
     whole.add_argument("--rows", type=positive, default=16, help="rows a device of the stage rows")
     whole.add_argument("--window", type=positive, default=2048, help="tokens of these rows")
@@ -75,7 +84,7 @@ def cases_of(stage: str, chosen: argparse.Namespace, devices: int) -> list:
     counts = [2**i for i in range(1, devices.bit_length()) if 2**i <= devices]
     given: tuple = TINY["model"] if chosen.tiny else ()
     kind, _, mixer = stage.partition(" ")
-    if kind == "rows":
+    if kind in ("rows", "overlap"):
         split = [("", 1), *((axis, count) for count in reversed(counts) for axis in ("data", "fsdp"))]
         return [Case(chosen.config, *one, chosen.rows * one[1], chosen.window, given) for one in split]
     if kind == "equal":
@@ -119,6 +128,8 @@ class Stage:
         # Processes that compile side by side share the memory; multicast over NVLink can take the GPUs of a host down.
         own = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
                "NCCL_NVLS_ENABLE": "0"}  # fmt: skip
+        if name == "overlap":
+            own["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {OVERLAP}"
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "experiments.scaling", *words, f"--stage={name}"], env=os.environ | own,
@@ -220,7 +231,7 @@ def table(header: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
 
 
 def speed_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Of the stages rows and context."""
+    """Of the other stages."""
     ratio = efficiencies(rows)
     header = ("config", "mesh", "rows x tokens", "ms a step", "tokens/s", "efficiency", "communication, ms",
               "not hidden, ms", "planned GiB", "KiB a layer by collectives", "note")  # fmt: skip
@@ -258,7 +269,7 @@ def report(out: pathlib.Path) -> None:
     """scaling.md and scaling.png of the rows in scaling.jsonl."""
     rows = [json.loads(line) for line in (out / "scaling.jsonl").read_text().splitlines()]
     parts = []
-    for stage in ("equal", "rows", "context"):
+    for stage in ("equal", "rows", "overlap", "context"):
         own = [row for row in rows if row["stage"] == stage]
         if own:
             device = next((row["device"] for row in own if "device" in row), "")
@@ -266,11 +277,11 @@ def report(out: pathlib.Path) -> None:
             parts.append(f"## {stage}: {device}, commit {own[-1]['commit'] or 'unknown'}\n\n{text}")
     (out / "scaling.md").write_text("\n".join(parts))
     panels = []
-    for stage, goal in (("rows", 0.95), ("context", 0.9)):
+    for stage, goal in (("rows", 0.95), ("overlap", 0.95), ("context", 0.9)):
         own = [row for row in rows if row["stage"] == stage]
         ratio, lines = efficiencies(own), {}
         for i, row in enumerate(own):
-            name = row["axis"] if stage == "rows" else f"{row['config'].rpartition(':')[2]}, {row['length']}"
+            name = row["axis"] if stage != "context" else f"{row['config'].rpartition(':')[2]}, {row['length']}"
             if row["axis"] and i in ratio:
                 lines.setdefault(name, {1: 1.0})[row["devices"]] = ratio[i]
         points = {name: tuple(zip(*sorted(one.items()), strict=True)) for name, one in lines.items()}
@@ -286,8 +297,8 @@ def main(words: list[str] | None = None) -> None:
     chosen = parser().parse_args(words)
     if chosen.tiny:
         vars(chosen).update(TINY)
-    if unknown := set(chosen.stages) - {"rows", "equal", "context"}:
-        raise SystemExit(f"error: --stages: {', '.join(sorted(unknown))} not known; give rows, equal or context.")
+    if unknown := set(chosen.stages) - set(STAGES):
+        raise SystemExit(f"error: --stages: {', '.join(sorted(unknown))} not known; give some of {','.join(STAGES)}.")
     if not math.isfinite(chosen.limit) or chosen.limit <= 0:
         raise SystemExit(f"error: --limit={chosen.limit}: give seconds above 0.")
     try:

@@ -149,7 +149,7 @@ def timed(program: Program, seconds: float, profile: bool) -> dict[str, Any]:
             count = min(max(int(seconds / took), 1), 20)
     row: dict[str, Any] = {"step_seconds": float(np.median(rounds[1:] or rounds)), "loss": float(report["loss"])}
     row["steps"] = count * len(rounds)
-    if profile:
+    if profile and took < 2:
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder):
                 for _ in range(2):
