@@ -23,6 +23,7 @@ OPTIONS = {
     "log_linear_gated_delta_net": {"num_heads": 2, "levels": 11},
     "log_linear_efla": {"num_heads": 2, "levels": 11},
     "nats_l": {"num_heads": 2, "chunk_size": 16},
+    "gated_conv": {"num_heads": 1, "conv_width": 3},
     "attention": {"num_heads": 2},
 }
 BATCH, EPOCHS = 256, 32

@@ -32,6 +32,7 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"(q|k|v|g|z|x|B|C|gate|up)_proj/kernel", ("fsdp", "tensor")),
     (r"(o|out|down)_proj/kernel", ("tensor", "fsdp")),
     (r"(a|b|dt)_proj/kernel", ("fsdp", "tensor")),
+    (r"z_proj/bias", ("tensor",)),
     (r"(q|k|v|x|B|C)_conv/weight", (None, "tensor")),
     (r"(q|k|v|x|B|C)_conv/bias", ("tensor",)),
     (r"(A_log|dt_bias|b_bias|D)", ("tensor",)),

@@ -30,6 +30,8 @@ LAYERS = {
         {"num_heads": 3, "num_key_heads": 1, "expand_v": 2.0},
         12 * (4 + 4 + 24) + 24 * 12 + 12 * 3 + 4 * (4 + 4 + 24) + 3 * 3 * 4 * 8,
     ),
+    # projection and 3 taps
+    "gated_conv": ({"num_heads": 2}, 12 * 12 + 3 * 12),
     # 2 heads, K = 6, V = 12: q, k; v, gate, o of 24; a and b; 4 taps
     "gated_delta_net": ({"num_heads": 2}, 12 * (12 + 12 + 24 + 24) + 24 * 12 + 2 * 12 * 2 + 4 * 48 + 2 * 3 * 6 * 12),
     # head width 5 without a convolution: q, k of 10; v, gate, o of 20; a and b

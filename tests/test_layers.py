@@ -42,7 +42,7 @@ def make(name, **options):
 
 
 def make_quickly(name):
-    return make(name, **({} if name in ("attention", *CHUNKED) else {"implementation": "recurrent"}))
+    return make(name, **({} if name in ("attention", "gated_conv", *CHUNKED) else {"implementation": "recurrent"}))
 
 
 def fresh(mixer, batch=BATCH):

@@ -5,6 +5,7 @@ from efla_jax.layers.block import Block as Block
 from efla_jax.layers.block import SwiGLU as SwiGLU
 from efla_jax.layers.delta_net import DeltaNet as DeltaNet
 from efla_jax.layers.efla import EFLA as EFLA
+from efla_jax.layers.gated_conv import GatedConv as GatedConv
 from efla_jax.layers.gated_delta_net import GatedDeltaNet as GatedDeltaNet
 from efla_jax.layers.gated_efla import GatedEFLA as GatedEFLA
 from efla_jax.layers.level_weights import LevelWeights as LevelWeights
@@ -22,6 +23,7 @@ MIXERS = {
     "attention": Attention,
     "delta_net": DeltaNet,
     "efla": EFLA,
+    "gated_conv": GatedConv,
     "gated_delta_net": GatedDeltaNet,
     "gated_efla": GatedEFLA,
     "mamba2": Mamba2,
