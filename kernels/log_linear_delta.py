@@ -139,7 +139,7 @@ def chunk_tokens(block, chunk: int):
     return pl.ds(block * BLOCK + chunk * CHUNK, CHUNK)
 
 
-def columns(tile: int):
+def columns(tile):
     return pl.ds(tile * TILE, TILE)
 
 

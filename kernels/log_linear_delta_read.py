@@ -78,17 +78,18 @@ class Memory(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A program: row of the batch, block, head; `count` nodes, of which a block reads `live`."""
+    """A program: row of the batch, block, head; all `nodes`, of which a block reads `live`."""
 
     row: Any
     block: Any
     head: Any
     sizes: Sizes
-    count: int
+    nodes: int
 
     @classmethod
     def here(cls, sizes: Sizes, count: int) -> "Task":
-        return cls(*(lax.axis_index(name) for name in ("row", "block", "head")), sizes, count)
+        row, block, head = (lax.axis_index(name) for name in ("row", "block", "head"))
+        return cls(row, block, head, sizes, count)
 
     @property
     def live(self):
@@ -167,7 +168,7 @@ def load(task: Task, x: Inputs, memory: Memory) -> None:
     def node(source, number, block):
         wait_for_release(memory, number)
         place = lax.rem(number, ring)
-        here = source.at[task.row, node_number(block, task.count), task.head]
+        here = source.at[task.row, node_number(block, task.nodes), task.head]
         plgpu.copy_gmem_to_smem(here, memory.nodes.at[place], memory.full.at[place])
 
     def level(m, block):
@@ -214,21 +215,15 @@ def solved_scores(memory: Memory, q, source, before, left) -> jax.Array:
     return multiply(left_operand(scores, left[1]), memory.inverse.at[source], square)
 
 
-def inside(memory: Memory, group, q, o, left, interpret) -> tuple:
-    """Queries and outputs (or None) of a warpgroup after its own chunk and the one before it in the block."""
-    dtype, gates = memory.k.dtype, memory.gates
-
-    def step(before, carry):
-        q, *o = carry
-        source = group - before
-        solved = solved_scores(memory, q, source, before, left)
-        if o:
-            pairs = (solved * pair_weights(gates, group, source, before)).astype(dtype)
-            o = [add_product(o[0], left_operand(pairs, left[1]), memory.u.at[source], interpret)]
-        known = solved * by_column(gates.at[ERASE, pl.ds(source * CHUNK, CHUNK)], CHUNK)
-        return add_product(q, left_operand(known.astype(dtype), left[1]), memory.k.at[source], interpret), *o
-
-    return lax.fori_loop(0, group + 1, step, (q,) if o is None else (q, o))
+def inside_step(memory: Memory, group, before, q, o, left, interpret) -> tuple:
+    """Queries and outputs (or None) of a warpgroup after the chunk that is so many before its own."""
+    dtype, gates, source = memory.k.dtype, memory.gates, group - before
+    solved = solved_scores(memory, q, source, before, left)
+    if o is not None:
+        pairs = (solved * pair_weights(gates, group, source, before)).astype(dtype)
+        o = add_product(o, left_operand(pairs, left[1]), memory.u.at[source], interpret)
+    known = solved * by_column(gates.at[ERASE, pl.ds(source * CHUNK, CHUNK)], CHUNK)
+    return add_product(q, left_operand(known.astype(dtype), left[1]), memory.k.at[source], interpret), o
 
 
 def change(memory: Memory, number, q, left, interpret) -> jax.Array:
@@ -244,7 +239,11 @@ def read_program(task: Task, memory: Memory, o_gmem, left, interpret) -> None:
     here, live = pl.ds(group * CHUNK, CHUNK), task.live
     plgpu.barrier_wait(memory.loaded)
     o = plgpu.layout_cast(jnp.zeros(wide, f32), WGMMA)
-    q, o = inside(memory, group, matrix(memory.q.at[group]), o, left, interpret)
+
+    def step(before, carry):
+        return inside_step(memory, group, before, *carry, left, interpret)
+
+    q, o = lax.fori_loop(0, group + 1, step, (matrix(memory.q.at[group]), o))
 
     def read(number, q, o, block):
         weight = by_row(memory.gates.at[READS + lowest_level(block), here], task.sizes.dim)
@@ -264,8 +263,52 @@ def read_program(task: Task, memory: Memory, o_gmem, left, interpret) -> None:
     plgpu.copy_smem_to_gmem(room, o_gmem.at[task.row, task.tokens(group), task.head])
 
 
+def half_of(sizes: Sizes) -> int:
+    """Blocks that may read a level of blocks, those beyond the last one counted."""
+    return 1 << max(sizes.depth - 1, 0)
+
+
+def reader_number(block, level, half: int):
+    """Where a block that reads a level is among all that read any, level by level."""
+    return level * half + ((block >> (level + 1)) << level) + (block & ((1 << level) - 1))
+
+
+def query_program(task: Task, memory: Memory, results, left, interpret) -> None:
+    """A compute warpgroup of `queries`."""
+    kept, between = results
+    group, half, room = lax.axis_index("group"), half_of(task.sizes), memory.q.at[lax.axis_index("group")]
+
+    def put(q, target) -> None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        room[...] = q.astype(memory.k.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(room, target)
+
+    def step(before, q):
+        @pl.when(before == 1)
+        def _():
+            put(q, between.at[task.row, pl.ds(task.block * CHUNK, CHUNK), task.head])
+
+        return inside_step(memory, group, before, q, None, left, interpret)[0]
+
+    def level(m, carry):
+        q, block = carry
+        number = reader_number(task.block, lowest_level(block), half)
+        put(q, kept.at[task.row, pl.ds(number * BLOCK + group * CHUNK, CHUNK), task.head])
+        return change(memory, m, q, left, interpret), without_lowest(block)
+
+    plgpu.barrier_wait(memory.loaded)
+    q, live = lax.fori_loop(0, group + 1, step, matrix(memory.q.at[group])), task.live
+    q, block = lax.fori_loop(0, lax.max(live - 1, 0), level, (q, task.block))
+
+    @pl.when(live > 0)
+    def _():
+        number = reader_number(task.block, lowest_level(block), half)
+        put(q, kept.at[task.row, pl.ds(number * BLOCK + group * CHUNK, CHUNK), task.head])
+
+
 def launch(name: str, compute, x: Inputs, out, config: Config, sizes: Sizes, count: int, scratch: list, interpret):
-    """Run compute(task, memory, result, scratch) by two warpgroups of every program, `load` by a third."""
+    """Run compute(task, memory, results, scratch) by two warpgroups of every program, `load` by a third."""
     dtype, values = x.k.dtype, x.u is not None
     memory, _ = memory_for(sizes, config, dtype, x.gates.shape[2], values)
     arrays, there = [a for a in x if a is not None], [a is not None for a in x]
@@ -273,7 +316,8 @@ def launch(name: str, compute, x: Inputs, out, config: Config, sizes: Sizes, cou
     def body(*refs):
         arguments, refs = iter(refs[: len(arrays)]), refs[len(arrays) :]
         inputs = Inputs(*(next(arguments) if used else None for used in there))
-        result, own, refs = refs[0], list(refs[1 : 1 + len(memory)]), refs[1 + len(memory) :]
+        results, refs = refs[: len(out)], refs[len(out) :]
+        own, refs = list(refs[: len(memory)]), refs[len(memory) :]
         if not values:
             own.insert(2, None)
         task, group = Task.here(sizes, count), lax.axis_index("group")
@@ -286,7 +330,7 @@ def launch(name: str, compute, x: Inputs, out, config: Config, sizes: Sizes, cou
         @pl.when(group < GROUPS)
         def _():
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-            compute(task, Memory(*own), result, [ref.at[group] for ref in refs])
+            compute(task, Memory(*own), results, [ref.at[group] for ref in refs])
             plgpu.wait_smem_to_gmem(0)
 
     body.__name__ = name
@@ -312,9 +356,28 @@ def read_out(q, k, u, inverse, gates, changes, states, *, config: Config, interp
     sizes, dtype = Sizes.of(k, u), u.dtype
     left = staging([(CHUNK, sizes.dim), (CHUNK, CHUNK)], dtype, interpret, GROUPS)
 
-    def program(task, memory, o, scratch):
-        read_program(task, memory, o, scratch if interpret is not None else (None, None), interpret)
+    def program(task, memory, results, scratch):
+        read_program(task, memory, results[0], scratch if interpret is not None else (None, None), interpret)
 
     x = Inputs(q, k, u, inverse, gates.reshape(sizes.batch, -1, *gates.shape[3:]), changes, states)
-    out = jax.ShapeDtypeStruct(u.shape, dtype)
-    return launch("log_linear_delta_read", program, x, out, config, sizes, changes.shape[1], left, interpret)
+    out = [jax.ShapeDtypeStruct(u.shape, dtype)]
+    return launch("log_linear_delta_read", program, x, out, config, sizes, changes.shape[1], left, interpret)[0]
+
+
+@narrow_indices()
+def queries(q, k, inverse, gates, changes, *, config: Config, interpret=None) -> tuple[jax.Array, jax.Array]:
+    """(Q that meet each node, [B, depth half 128, H, K], blocks as in `reader_number`; Q between a block's second chunk
+    and its first, [B, T / 2, H, K]), as `read_out` has them on its way. Undefined beyond the last block."""
+    heads = inverse.shape[1]
+    sizes, dtype = Sizes(k.shape[0], k.shape[1] // BLOCK, k.shape[2], heads, k.shape[3]), k.dtype
+    left = staging([(CHUNK, sizes.dim), (CHUNK, CHUNK)], dtype, interpret, GROUPS)
+
+    def program(task, memory, results, scratch):
+        query_program(task, memory, results, scratch if interpret is not None else (None, None), interpret)
+
+    x = Inputs(q, k, None, inverse, gates.reshape(sizes.batch, -1, *gates.shape[3:]), changes, None)
+    kept = sizes.batch, max(sizes.depth, 1) * half_of(sizes) * BLOCK, heads, sizes.dim
+    between = sizes.batch, sizes.blocks * CHUNK, heads, sizes.dim
+    out = [jax.ShapeDtypeStruct(shape, dtype) for shape in (kept, between)]
+    name, count = "log_linear_delta_queries", changes.shape[1]
+    return tuple(launch(name, program, x, out, config, sizes, count, left, interpret))

@@ -28,8 +28,12 @@ from tests.oracle import fenwick_and_gradients, relative_rms  # noqa: E402
 ON_GPU = os.environ.get("JAX_PLATFORMS", "").startswith("cuda")
 INTERPRET = None if ON_GPU else plgpu.InterpretGPUParams(detect_races=True)
 NAMES = ("o", "states", "dq", "dk", "du", "derase", "dlog_decay", "dlevel_weights")
-# The same operands rounded to 16 bits as in the chunked form, in another order; nodes once more, as they pass memory.
+# As for linear attention's kernels: the same operands rounded to bfloat16 as in the chunked form, in another order, and
+# sums of several gradients that were each rounded.
 FLOOR, RATIO = 2.9e-3, 1.2
+# Nodes, their cotangents and those of the queries pass memory in bfloat16, each rounded by half of 2^-8 / sqrt(3) times
+# 1.4 = 1.6e-3: 2.8e-3 together, beside the 2.5e-3 of all the rest. The chunked form keeps float32.
+FLOORS = dict.fromkeys(NAMES, FLOOR) | dict.fromkeys(("states", "derase", "dlog_decay"), 3.7e-3)
 FLOAT16 = 1e-3
 RACE = "RACE DETECTED"
 CASES = ("random", "no decay", "strong decay", "forget", "mixed decay", "zero keys", "cosine 0.99", "erase up to 2")
@@ -84,7 +88,7 @@ def compare(arguments, cotangents, config=CONFIG):
     bounds = dict.fromkeys(NAMES, FLOAT16)
     if arguments[2].dtype == jnp.bfloat16:
         others = compiled(None)(arguments, cotangents)
-        bounds = {n: max(RATIO * relative_rms(r, t), FLOOR) for n, r, t in zip(NAMES, others, truth, strict=True)}
+        bounds = {n: max(RATIO * relative_rms(r, t), FLOORS[n]) for n, r, t in zip(NAMES, others, truth, strict=True)}
     assert all(errors[n] <= bounds[n] for n in NAMES), {n: (errors[n], bounds[n]) for n in NAMES}
 
 
@@ -172,7 +176,9 @@ def lowered(sizes, dtype, config):
     return lower_cuda(run, (keys, keys, values, gates, gates, weights), (values, states))
 
 
-KERNELS = 3  # of value and gradients: the inverse, the nodes, the reads
+# Of value and gradients: the inverse, the nodes, the reads; the queries, the descent, the sums over one, two, four and
+# more readers; the steps of first chunks and of all; the nodes' gradients.
+KERNELS = 3 + 2 + 4 + 2 + 1
 
 
 @pytest.mark.parametrize("row", kernel.TABLE, ids=str)

@@ -13,14 +13,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from efla_jax.ops.arguments import Recurrence
 from efla_jax.ops.chunked import FORGET
 from efla_jax.ops.fenwick import Fenwick, states_of
-from efla_jax.ops.fenwick_chunked import fenwick_chunked, part_of, sweep
+from efla_jax.ops.fenwick_chunked import part_of, sweep
 from efla_jax.ops.fenwick_tree import in_slots, times
 from efla_jax.ops.hopper import require_hopper
-from efla_jax.ops.pallas import require_one_dtype
+from efla_jax.ops.pallas import of_key_heads, require_one_dtype
 from efla_jax.ops.pallas_log_linear import in_blocks, since_states, summed
 
 BLOCK = 128  # tokens of a block of the kernels
@@ -50,12 +50,12 @@ class Run(NamedTuple):
 
 def merge_pairs(dtype, changes, states, sums) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Runs [B, 2 P, ...] two by two; float32."""
-    (left, right), (first, second), (_, fades) = (
-        (x[:, 0::2].astype(jnp.float32), x[:, 1::2].astype(jnp.float32)) for x in (changes, states, sums)
-    )
+    (left, right), (first, second), (before, fades) = ((x[:, 0::2], x[:, 1::2]) for x in (changes, states, sums))
     faded = jnp.exp(fades)[..., None, None] * first
-    state = faded + second + times(dtype, "bnhkl,bnhlv->bnhkv", right, faded)
-    return left + right + times(dtype, "bnhkl,bnhlv->bnhkv", right, left), state, sums[:, 0::2] + sums[:, 1::2]
+    narrow = right.astype(dtype)  # kept for the gradient, as are the others
+    state = faded + second + times(dtype, "bnhkl,bnhlv->bnhkv", narrow, faded.astype(dtype))
+    change = left.astype(jnp.float32) + right + times(dtype, "bnhkl,bnhlv->bnhkv", narrow, left.astype(dtype))
+    return change, state, before + fades
 
 
 def tree(nodes: jax.Array, sums: jax.Array) -> tuple[jax.Array, jax.Array, dict[int, Run]]:
@@ -70,7 +70,8 @@ def tree(nodes: jax.Array, sums: jax.Array) -> tuple[jax.Array, jax.Array, dict[
         if count > 1:
             changes, states, sums = merge_pairs(dtype, changes, states, sums)
             level += 1
-    return *(jnp.concatenate(levels, axis=1) for levels in zip(*kept, strict=True)), odd
+    every_change, every_state = (jnp.concatenate(levels, axis=1) for levels in zip(*kept, strict=True))
+    return every_change, every_state, odd
 
 
 def last_states(dtype, odd: dict[int, Run], levels: int) -> jax.Array:
@@ -101,60 +102,113 @@ def gate_rows(total, erase, weights, since: list[jax.Array]) -> jax.Array:
     return jnp.concatenate(rows, axis=3)
 
 
-def by_kernels(x: Arguments, config, interpret) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def block_nodes(k, u, inverse, vectors, config, interpret) -> jax.Array:
+    """The kernels' `nodes`. The gradients of k and of -e in `vectors` are those through the inverse, too."""
+    from efla_jax.kernels import log_linear_delta as kernel
+
+    return kernel.nodes(k, u, inverse, vectors, config=config, interpret=interpret)
+
+
+def _nodes_forward(k, u, inverse, vectors, config, interpret):
+    return block_nodes(k, u, inverse, vectors, config, interpret), (k, u, inverse, vectors)
+
+
+def _nodes_backward(config, interpret, saved, d_nodes):
+    from efla_jax.kernels import log_linear_delta_inside as kernel
+
+    k, _, inverse, _ = saved
+    d_k, d_u, d_vectors = kernel.node_gradients(*saved, d_nodes, config=config, interpret=interpret)
+    return of_key_heads(sum_of(d_k), k), d_u, jnp.zeros_like(inverse), d_vectors
+
+
+block_nodes.defvjp(_nodes_forward, _nodes_backward)
+
+
+def sum_of(terms) -> jax.Array:
+    """Sum in float32."""
+    return functools.reduce(jnp.add, (term.astype(jnp.float32) for term in terms))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
+def read_out(q, k, u, inverse, gates, changes, states, config, interpret) -> jax.Array:
+    """The kernels' `read_out`. The gradients of k and of -e in `gates` are those through the inverse, too."""
+    from efla_jax.kernels import log_linear_delta_read as kernel
+
+    return kernel.read_out(q, k, u, inverse, gates, changes, states, config=config, interpret=interpret)
+
+
+def _read_forward(*arguments):
+    return read_out(*arguments), arguments[:7]
+
+
+def _read_backward(config, interpret, saved, d_o):
+    from efla_jax.kernels import log_linear_delta as kernel
+    from efla_jax.kernels import log_linear_delta_gradients, log_linear_delta_inside, log_linear_delta_read
+
+    q, k, u, inverse, gates, changes, states = saved
+    options, sizes = dict(config=config, interpret=interpret), kernel.Sizes.of(k, u)
+    kept, between = log_linear_delta_read.queries(q, k, inverse, gates, changes, **options)
+    d_q, d_changes, d_states, d_reads = jnp.zeros_like(u), jnp.zeros_like(changes), jnp.zeros_like(states), None
+    if sizes.depth:
+        arguments = d_o, gates, changes, states, kept
+        d_q, d_kept, d_reads = log_linear_delta_gradients.descend(*arguments, sizes=sizes, **options)
+        arguments = d_o, gates, kept, d_kept, changes.shape[1]
+        d_nodes = log_linear_delta_gradients.sums(*arguments, sizes=sizes, **options).astype(changes.dtype)
+        d_changes, d_states = d_nodes[:, :, :, 0], d_nodes[:, :, :, 1]
+    arguments = q, k, u, inverse, gates, between, d_o, d_q
+    d_q, d_k, d_u, d_gates = log_linear_delta_inside.inside_gradients(*arguments, **options)
+    # G is in units of ln 2; a select, since nothing is written where a block reads no node.
+    d_gates = d_gates.at[:, :, :, 0].multiply(LN2)
+    if d_reads is not None:
+        live = (np.arange(sizes.blocks)[:, None] >> np.arange(sizes.depth) & 1 == 1)[None, :, None, :, None]
+        d_gates = jnp.concatenate([d_gates, jnp.where(live, d_reads, 0.0)], axis=3)
+    d_k, d_u = (with_first_chunks(*terms) for terms in (d_k, d_u))
+    gradients = of_key_heads(d_q, q), of_key_heads(d_k, k), d_u.astype(u.dtype)
+    return *gradients, jnp.zeros_like(inverse), d_gates, d_changes, d_states
+
+
+read_out.defvjp(_read_forward, _read_backward)
+
+
+def with_first_chunks(every: jax.Array, first: jax.Array) -> jax.Array:
+    """The terms of every chunk [B, T, H, K] and those of the blocks' first chunks [B, T / 2, H, K], added; float32."""
+    shape = every.shape
+    every = every.reshape(shape[0], -1, 2, BLOCK // 2, *shape[2:]).astype(jnp.float32)
+    first = first.reshape(shape[0], -1, 1, BLOCK // 2, *shape[2:]).astype(jnp.float32)
+    return (every + jnp.pad(first, ((0, 0), (0, 0), (0, 1)) + ((0, 0),) * 3)).reshape(shape)
+
+
+def whole_blocks(x: Arguments, config, interpret) -> tuple[jax.Array, jax.Array]:
     """Outputs [B, T, H, K] and the states [B, H, L, K, K] float32 behind the last token."""
     from efla_jax.kernels import log_linear_delta as kernel
-    from efla_jax.kernels import log_linear_delta_read as reads
 
     count = x.u.shape[1] // BLOCK
-    options = dict(config=config, interpret=interpret)
     decay = jnp.moveaxis(in_blocks(jnp.maximum(x.log_decay, FORGET), count), 2, 3)
     total, behind = summed(decay, np.tri(BLOCK)), summed(decay, np.triu(np.ones((BLOCK, BLOCK)), 1))
     sums = total[..., -1]
     erase = jnp.moveaxis(in_blocks(x.erase, count), 2, 3)
     vectors = jnp.stack([-erase, jnp.exp(behind)], axis=3)
-    inverse = kernel.solved(x.k, x.erase.swapaxes(1, 2), **options)
-    changes, states, odd = tree(kernel.nodes(x.k, x.u, inverse, vectors, **options), sums)
+    k, e = lax.stop_gradient((x.k, x.erase))  # what is made of the inverse has its gradient
+    inverse = lax.stop_gradient(kernel.solved(k, e.swapaxes(1, 2), config=config, interpret=interpret))
+    changes, states, odd = tree(block_nodes(x.k, x.u, inverse, vectors, config, interpret), sums)
     since = [level[:, :count] for level in since_states(sums)[: (count - 1).bit_length()]]
     gates = gate_rows(total, erase, in_blocks(x.weights, count), since)
-    o = reads.read_out(x.q, x.k, x.u, inverse, gates, changes, states, **options)
+    o = read_out(x.q, x.k, x.u, inverse, gates, changes, states, config, interpret)
     return o, last_states(x.u.dtype, odd, x.weights.shape[3])
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def whole_blocks(x: Arguments, config, interpret) -> tuple[jax.Array, jax.Array]:
-    """`by_kernels`, with the gradient of "chunked"."""
-    return by_kernels(x, config, interpret)
-
-
-def _forward(x: Arguments, config, interpret):
-    return by_kernels(x, config, interpret), x
-
-
-def _backward(config, interpret, x: Arguments, cotangents):
-    def chunked(x: Arguments):
-        batch, time = x.u.shape[:2]
-        zero = jnp.zeros((batch, x.u.shape[2], x.k.shape[3], x.u.shape[3]))
-        recurrence = Recurrence(x.q, x.k, x.u, x.erase, x.log_decay, zero, None)
-        position = jnp.broadcast_to(jnp.arange(time, dtype=jnp.int32), (batch, time))
-        return fenwick_chunked(Fenwick(recurrence, x.weights, None, position, position[:, 0], None), 64)
-
-    return jax.vjp(chunked, x)[1](cotangents)
-
-
-whole_blocks.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def laid_out(f: Fenwick, config, interpret) -> tuple[jax.Array, jax.Array]:
     """Outputs [B, T, H, V] and states [B, H, L, K, V] of rows that begin at 0 and have a whole block."""
     x, (batch, time, heads, value_dim) = f.x, f.x.u.shape
+    assert x.erase is not None
     key_dim, levels, whole = x.k.shape[3], f.level_weights.shape[3], time - time % BLOCK
     tiles = -(-value_dim // key_dim)
     u = jnp.pad(x.u[:, :whole], ((0, 0),) * 3 + ((0, tiles * key_dim - value_dim),))
     u = u.reshape(batch, whole, heads * tiles, key_dim)
-    gates = (x.erase, x.log_decay, f.level_weights)
-    gates = tuple(jnp.repeat(a[:, :whole], tiles, axis=2) if tiles > 1 else a[:, :whole] for a in gates)
+    gates = [a[:, :whole] for a in (x.erase, x.log_decay, f.level_weights)]
+    gates = [jnp.repeat(a, tiles, axis=2) for a in gates] if tiles > 1 else gates
     o, states = whole_blocks(Arguments(x.q[:, :whole], x.k[:, :whole], u, *gates), config, interpret)
     o = o.reshape(batch, whole, heads, -1)[..., :value_dim]
     states = jnp.moveaxis(states.reshape(batch, heads, tiles, levels, key_dim, key_dim), 2, 4)

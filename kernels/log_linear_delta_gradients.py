@@ -1,0 +1,406 @@
+"""The gradients of the log-linear delta rule's reads over nodes, on a Hopper GPU; letters as in `log_linear_delta.py`.
+
+With Q the queries that meet a node (see `queries`), dQ' their cotangent behind it and X = dO S^T:
+
+descend    a block of a head, its nodes from the furthest to the nearest:
+           dc = rowsum(Q . X)        dQ = dQ' + dQ' N^T + c . X
+sums       a node, or a part of its readers: dS = Q^T (c . dO)        dN = Q^T dQ'
+           The furthest node of a block changes no query that is used, and so has no dN from it: all nodes that begin
+           their row have none at all.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from efla_jax.kernels.log_linear_delta import (
+    BLOCK,
+    CHUNK,
+    CHUNKS,
+    READS,
+    TILE,
+    Config,
+    Sizes,
+    add_product,
+    columns,
+    f32,
+    matrix,
+    multiply,
+)
+from efla_jax.kernels.log_linear_delta_read import (
+    COMPUTE_REGISTERS,
+    GROUPS,
+    LOADER_REGISTERS,
+    Task,
+    half_of,
+    node_number,
+    reader_number,
+)
+from efla_jax.kernels.mosaic import (
+    WGMMA,
+    begin,
+    by_column,
+    by_row,
+    finish,
+    left_operand,
+    narrow_indices,
+    parameters,
+    shared,
+    staging,
+    transposed,
+)
+
+SPAN = 8  # blocks that a program of `sums` goes through at most
+STAGES = 2  # of them loaded ahead
+
+
+def highest_level(block):
+    """The number of the highest set bit."""
+    return 31 - lax.clz(block)
+
+
+class Memory(NamedTuple):
+    """Shared memory of `descend`: dO, and dQ on its way out, [2, C, K]; gates [rows, 128]; nodes [ring, K, K]; Q
+    [2, C, K]; dc [depth, 128]; barriers of the block's loads, of each node's load and release, of the queries'."""
+
+    d_o: Any
+    d_q: Any
+    gates: Any
+    nodes: Any
+    q: Any
+    sums: Any
+    loaded: Any
+    full: Any
+    empty: Any
+    q_full: Any
+    q_empty: Any
+
+
+def ring_wait(barrier, number, count: int) -> None:
+    """Before load `number` into a ring of `count`."""
+
+    @pl.when(number >= count)
+    def _():
+        plgpu.barrier_wait(barrier.at[lax.rem(number, count)])
+
+
+def ring_drain(barrier, total, count: int) -> None:
+    """Wait until everything loaded has been used: a barrier may not end with a phase that nobody waited for."""
+
+    def released(i, _):
+        plgpu.barrier_wait(barrier.at[lax.rem(i, count)])
+
+    lax.fori_loop(lax.max(total - count, 0), total, released, None)
+
+
+def load_descent(task: Task, d_o, gates, changes, states, kept, memory: Memory) -> None:
+    """The loading warpgroup of `descend`: dO; then by node S, Q and, but for the first, N."""
+    ring, live, half = memory.nodes.shape[0], task.live, half_of(task.sizes)
+    for chunk in range(CHUNKS):
+        plgpu.copy_gmem_to_smem(d_o.at[task.row, task.tokens(chunk), task.head], memory.d_o.at[chunk], memory.loaded)
+    gate_row = task.block * task.sizes.heads + task.head
+    plgpu.copy_gmem_to_smem(gates.at[task.row, gate_row], memory.gates, memory.loaded)
+
+    def node(source, number, before):
+        ring_wait(memory.empty, number, ring)
+        place = lax.rem(number, ring)
+        here = source.at[task.row, node_number(before, task.nodes), task.head]
+        plgpu.copy_gmem_to_smem(here, memory.nodes.at[place], memory.full.at[place])
+
+    def level(m, left):
+        number = highest_level(left)
+        before = (task.block >> number) << number  # where the node ends
+        node(states, lax.max(2 * m - 1, 0), before)
+        ring_wait(memory.q_empty, m, 1)
+        first = reader_number(task.block, number, half) * BLOCK
+        for chunk in range(CHUNKS):
+            tokens = pl.ds(first + chunk * CHUNK, CHUNK)
+            plgpu.copy_gmem_to_smem(kept.at[task.row, tokens, task.head], memory.q.at[chunk], memory.q_full.at[0])
+
+        @pl.when(m > 0)
+        def _():
+            node(changes, 2 * m, before)
+
+        return left ^ (1 << number)
+
+    lax.fori_loop(0, live, level, task.block)
+    ring_drain(memory.empty, lax.max(2 * live - 1, 0), ring)
+    ring_drain(memory.q_empty, live, 1)
+
+
+def descend_program(task: Task, memory: Memory, results, left, interpret) -> None:
+    """A compute warpgroup of `descend`."""
+    d_q_g, d_kept, sums_g = results
+    group, dtype, wide = lax.axis_index("group"), memory.d_o.dtype, (CHUNK, task.sizes.dim)
+    here, half, ring = pl.ds(group * CHUNK, CHUNK), half_of(task.sizes), memory.nodes.shape[0]
+    d_o, room = memory.d_o.at[group], memory.d_q.at[group]
+    plgpu.barrier_wait(memory.loaded)
+
+    def put(narrow, target) -> None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        room[...] = narrow
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(room, target)
+
+    def read(number, level, m, d_q):
+        """d_q + c . X, and dc."""
+        place = lax.rem(number, ring)
+        plgpu.barrier_wait(memory.full.at[place])
+        seen = multiply(d_o, memory.nodes.at[place].T, wide)
+        plgpu.barrier_arrive(memory.empty.at[place])
+        plgpu.barrier_wait(memory.q_full.at[0])
+        memory.sums.at[level, here][...] = jnp.sum(matrix(memory.q.at[group]) * seen, axis=1)
+        plgpu.commit_smem()  # what was read may be loaded over
+        plgpu.barrier_arrive(memory.q_empty.at[0])
+        return d_q + seen * by_row(memory.gates.at[READS + level, here], task.sizes.dim)
+
+    def first(_, carry):
+        d_q, block = carry
+        level = highest_level(block)
+        return read(0, level, 0, d_q), block ^ (1 << level)
+
+    def level(m, carry):
+        d_q, block = carry
+        level = highest_level(block)
+        narrow = d_q.astype(dtype)
+        number = reader_number(task.block, level, half)
+        put(narrow, d_kept.at[task.row, pl.ds(number * BLOCK + group * CHUNK, CHUNK), task.head])
+        d_q = read(2 * m - 1, level, m, d_q)
+        place = lax.rem(2 * m, ring)
+        plgpu.barrier_wait(memory.full.at[place])
+        d_q = add_product(d_q, left_operand(narrow, left), memory.nodes.at[place].T, interpret)
+        plgpu.barrier_arrive(memory.empty.at[place])
+        return d_q, block ^ (1 << level)
+
+    d_q = plgpu.layout_cast(jnp.zeros(wide, f32), WGMMA)
+    carry = lax.fori_loop(0, lax.min(task.live, 1), first, (d_q, task.block))
+    d_q, _ = lax.fori_loop(1, task.live, level, carry)
+    put(d_q.astype(dtype), d_q_g.at[task.row, task.tokens(group), task.head])
+    plgpu.commit_smem()
+    for number in range(task.sizes.depth):
+        row = (task.block * task.sizes.heads + task.head) * task.sizes.depth + number
+        plgpu.copy_smem_to_gmem(memory.sums.at[number, here], sums_g.at[task.row, row, here])
+
+
+@narrow_indices()
+def descend(d_o, gates, changes, states, kept, *, sizes: Sizes, config: Config, interpret=None) -> tuple:
+    """(dQ [B, T, H, K] of the queries that leave their block, those behind every node like `kept`, dc
+    [B, N, H, depth, 128] float32). Undefined where a block does not read a level or reads it last.
+
+    d_o [B, T, H, K]; kept: the queries of `queries`; the rest as in `read_out`. At least two blocks."""
+    dtype, rows, depth = d_o.dtype, gates.shape[3], sizes.depth
+    tokens = shared(CHUNKS, CHUNK, sizes.dim, dtype=dtype)
+    memory = [
+        *[tokens] * 2,
+        plgpu.SMEM((rows, BLOCK), f32),
+        shared(config.ring, sizes.dim, sizes.dim, dtype=dtype),
+        tokens,
+        plgpu.SMEM((depth, BLOCK), f32),
+        plgpu.Barrier(num_arrivals=CHUNKS + 1),
+        plgpu.Barrier(num_arrivals=1, num_barriers=config.ring),
+        plgpu.Barrier(num_arrivals=GROUPS, num_barriers=config.ring),
+        plgpu.Barrier(num_arrivals=CHUNKS, num_barriers=1),
+        plgpu.Barrier(num_arrivals=GROUPS, num_barriers=1),
+    ]
+    count = changes.shape[1]
+
+    def log_linear_delta_descend(d_o, gates, changes, states, kept, *refs):
+        results, own, left = refs[:3], Memory(*refs[3 : 3 + len(memory)]), refs[3 + len(memory) :]
+        task, group = Task.here(sizes, count), lax.axis_index("group")
+
+        @pl.when(group == GROUPS)
+        def _():
+            plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
+            load_descent(task, d_o, gates, changes, states, kept, own)
+
+        @pl.when(group < GROUPS)
+        def _():
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            descend_program(task, own, results, left[0].at[group] if left else None, interpret)
+            plgpu.wait_smem_to_gmem(0)
+
+    d_q, d_kept, sums = plgpu.kernel(
+        log_linear_delta_descend,
+        out_type=[
+            jax.ShapeDtypeStruct(d_o.shape, dtype),
+            jax.ShapeDtypeStruct(kept.shape, dtype),
+            jax.ShapeDtypeStruct((sizes.batch, sizes.blocks * sizes.heads * depth, BLOCK), f32),
+        ],
+        scratch_types=[*memory, *staging([(CHUNK, sizes.dim)], dtype, interpret, GROUPS)],
+        grid=(sizes.batch, sizes.blocks, sizes.heads),
+        grid_names=("row", "block", "head"),
+        num_threads=GROUPS + 1,
+        thread_name="group",
+        compiler_params=parameters(config.automatic_barriers),
+        interpret=interpret,
+    )(d_o, gates.reshape(sizes.batch, -1, *gates.shape[3:]), changes, states, kept)
+    return d_q, d_kept, sums.reshape(sizes.batch, sizes.blocks, sizes.heads, depth, BLOCK)
+
+
+# ---- sums ---------------------------------------------------------------------------------------------------------
+
+
+class Readers(NamedTuple):
+    """A program of `sums`: the level, the first of its readers among those of the level, how many of them there are,
+    and whether its node begins the row."""
+
+    level: Any
+    start: Any
+    valid: Any
+    first: Any
+
+    @classmethod
+    def of(cls, program, sizes: Sizes, lowest: int, count: int) -> "Readers":
+        each = half_of(sizes) // count
+        level, start = lowest + lax.div(program, each), lax.rem(program, each) * count
+        node = start >> level
+        block = (node << (level + 1)) + (1 << level) + (start & ((1 << level) - 1))
+        return cls(level, start, lax.clamp(0, sizes.blocks - block, count), node == 0)
+
+    def block(self, i):
+        number = self.start + i
+        return ((number >> self.level) << (self.level + 1)) + (1 << self.level) + (number & ((1 << self.level) - 1))
+
+
+class SumMemory(NamedTuple):
+    """Shared memory of `sums`: Q, dO and dQ' [stages, 2, C, K]; c [stages, 128]; what goes out [K // 64, 64, K]; the
+    barriers of loads and of their release."""
+
+    q: Any
+    d_o: Any
+    d_q: Any
+    weights: Any
+    room: Any
+    full: Any
+    empty: Any
+
+
+def load_readers(x: tuple, place: tuple, readers: Readers, memory: SumMemory, sizes: Sizes) -> None:
+    (d_o, gates, kept, d_kept), (row, head) = x, place
+
+    def load(i, _):
+        ring_wait(memory.empty, i, STAGES)
+        slot = lax.rem(i, STAGES)
+        full, block = memory.full.at[slot], readers.block(i)
+        first = (readers.level * half_of(sizes) + readers.start + i) * BLOCK
+        for chunk in range(CHUNKS):
+            tokens, target = pl.ds(first + chunk * CHUNK, CHUNK), (slot, chunk)
+            plgpu.copy_gmem_to_smem(kept.at[row, tokens, head], memory.q.at[target], full)
+            there = pl.ds(block * BLOCK + chunk * CHUNK, CHUNK)
+            plgpu.copy_gmem_to_smem(d_o.at[row, there, head], memory.d_o.at[target], full)
+
+            @pl.when(readers.first)  # any numbers will do
+            def _(tokens=tokens, target=target):
+                plgpu.copy_gmem_to_smem(kept.at[row, tokens, head], memory.d_q.at[target], full)
+
+            @pl.when(jnp.logical_not(readers.first))
+            def _(tokens=tokens, target=target):
+                plgpu.copy_gmem_to_smem(d_kept.at[row, tokens, head], memory.d_q.at[target], full)
+
+        weights = gates.at[row, block * sizes.heads + head, READS + readers.level]
+        plgpu.copy_gmem_to_smem(weights, memory.weights.at[slot], full)
+
+    lax.fori_loop(0, readers.valid, load, None)
+    ring_drain(memory.empty, readers.valid, STAGES)
+
+
+def add_readers(readers: Readers, memory: SumMemory, out, left, interpret) -> None:
+    """A compute warpgroup of `sums`: 64 rows of dN and dS, written to out [2, K, K]."""
+    group, dtype, dim = lax.axis_index("group"), memory.q.dtype, memory.room.shape[2]
+    wide = plgpu.ACC((TILE, dim), f32)
+
+    def add(i, totals):
+        slot = lax.rem(i, STAGES)
+        plgpu.barrier_wait(memory.full.at[slot])
+        for chunk in range(CHUNKS):
+            q = transposed(memory.q.at[slot, chunk, :, columns(group)])
+            weights = by_column(memory.weights.at[slot, pl.ds(chunk * CHUNK, CHUNK)], TILE)
+            read = (q.astype(f32) * weights).astype(dtype)
+
+            def both(acc_change, acc_state, q=q, read=read, totals=totals, chunk=chunk):
+                begin(acc_change, totals[0], interpret)
+                begin(acc_state, totals[1], interpret)
+                plgpu.wgmma(acc_change, left_operand(q, left[0]), memory.d_q.at[slot, chunk])
+                plgpu.wgmma(acc_state, left_operand(read, left[1]), memory.d_o.at[slot, chunk])
+                change = finish(acc_change, totals[0], interpret, wait_n=1)
+                return change, finish(acc_state, totals[1], interpret)
+
+            totals = pl.run_scoped(both, wide, wide)
+        plgpu.commit_smem()  # what was read may be loaded over
+        plgpu.barrier_arrive(memory.empty.at[slot])
+        return totals
+
+    zero = plgpu.layout_cast(jnp.zeros((TILE, dim), f32), WGMMA)
+    change, state = lax.fori_loop(0, readers.valid, add, (zero, zero))
+    room = memory.room.at[group]
+    for kind, total in enumerate((jnp.where(readers.first, 0.0, change), state)):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        room[...] = total.astype(dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(room, out.at[kind, columns(group)])
+
+
+def part_sums(x: tuple, sizes: Sizes, levels: range, count: int, config: Config, interpret) -> jax.Array:
+    """(dN, dS) [B, parts, H, 2, K, K] of the nodes of some levels, each from `count` of its readers."""
+    dtype, groups = x[0].dtype, sizes.dim // TILE
+    tokens = shared(STAGES, CHUNKS, CHUNK, sizes.dim, dtype=dtype)
+    parts = len(levels) * half_of(sizes) // count
+
+    def log_linear_delta_sums(*refs):
+        inputs, out, scratch = refs[:4], refs[4], refs[5:]
+        memory, left = SumMemory(*scratch[:7]), scratch[7:]
+        row, part, head = (lax.axis_index(name) for name in ("row", "part", "head"))
+        readers, group = Readers.of(part, sizes, levels[0], count), lax.axis_index("group")
+
+        @pl.when(group == groups)
+        def _():
+            plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
+            load_readers(inputs, (row, head), readers, memory, sizes)
+
+        @pl.when(group < groups)
+        def _():
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            buffers = [ref.at[group] for ref in left] or [None, None]
+            add_readers(readers, memory, out.at[row, part, head], buffers, interpret)
+            plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(
+        log_linear_delta_sums,
+        out_type=jax.ShapeDtypeStruct((sizes.batch, parts, sizes.heads, 2, sizes.dim, sizes.dim), dtype),
+        scratch_types=[
+            *[tokens] * 3,
+            plgpu.SMEM((STAGES, BLOCK), f32),
+            shared(groups, TILE, sizes.dim, dtype=dtype),
+            plgpu.Barrier(num_arrivals=3 * CHUNKS + 1, num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=groups, num_barriers=STAGES),
+            *staging([(TILE, CHUNK)] * 2, dtype, interpret, groups),
+        ],
+        grid=(sizes.batch, parts, sizes.heads),
+        grid_names=("row", "part", "head"),
+        num_threads=groups + 1,
+        thread_name="group",
+        compiler_params=parameters(config.automatic_barriers),
+        interpret=interpret,
+    )(*x)
+
+
+@narrow_indices()
+def sums(d_o, gates, kept, d_kept, nodes: int, *, sizes: Sizes, config: Config, interpret=None) -> jax.Array:
+    """(dN, dS) [B, P, H, 2, K, K] float32 of the `nodes` = P nodes, as `read_out` has them; arguments as in `descend`
+    and what it returns."""
+    x = d_o, gates.reshape(sizes.batch, -1, *gates.shape[3:]), kept, d_kept
+    found, half, lowest = [], half_of(sizes), 0
+    while lowest < sizes.depth:
+        count = min(1 << lowest, SPAN)
+        levels = range(lowest, lowest + 1 if count < SPAN else sizes.depth)
+        parts = part_sums(x, sizes, levels, count, config, interpret)
+        for level, own in zip(levels, jnp.split(parts, len(levels), axis=1), strict=True):
+            own = own.reshape(sizes.batch, half >> level, -1, *own.shape[2:]).astype(f32).sum(2)
+            found.append(own[:, : ((nodes >> level) + 1) // 2])
+        lowest = levels[-1] + 1
+    unread = nodes - sum(x.shape[1] for x in found)
+    return jnp.concatenate([*found, jnp.zeros((sizes.batch, unread, *found[0].shape[2:]), f32)], axis=1)
