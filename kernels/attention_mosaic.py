@@ -13,6 +13,7 @@ kept for base 2. A key says which is the last slot that sees it, see `attention.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -43,6 +44,7 @@ START, MASKS, STEPS, PREVIOUS = range(4)  # of the bounds
 LOG_SUM, DELTA = range(2)  # rows of what the backward knows of a query
 LOADER, LOADER_REGISTERS, COMPUTE_REGISTERS = 2, 24, 240  # the third warpgroup; registers of a thread
 SHARED_MEMORY = 227 * 1024
+LEAST = 1e-30  # of a sum that is divided by: one with a term is 1 or more
 LOG2E = math.log2(math.e)
 f32 = jnp.float32
 
@@ -209,10 +211,10 @@ def register(x: jax.Array, layout=WGMMA) -> jax.Array:
     return plgpu.layout_cast(x, layout)
 
 
-def attend(tile: Tile, memory: Memory, q, o, log_sum, left, sizes: Sizes) -> None:
-    """A compute warpgroup: outputs [64, V] and log sums [64] of its queries, in shared memory."""
-    stages, dtype = memory.k.shape[0], o.dtype
-    group, interpret = lax.axis_index("group"), sizes.interpret
+def attend(over: Callable, memory: Memory, q, o, log_sum, left, sizes: Sizes) -> None:
+    """A compute warpgroup: outputs [64, V] and log sums [64] of its queries, in shared memory; 0 and MASKED where a
+    query sees nothing. over(step, carry): `over_steps` of a tile, or another walk."""
+    stages, dtype, interpret = memory.k.shape[0], o.dtype, sizes.interpret
 
     def step(i, seen, carry):
         total_o, top, total = carry
@@ -248,9 +250,10 @@ def attend(tile: Tile, memory: Memory, q, o, log_sum, left, sizes: Sizes) -> Non
     start = register(jnp.zeros((CELL, sizes.value_dim), f32))
     rows = WGMMA.reduce(1)
     top, total = register(jnp.full((CELL,), MASKED, f32), rows), register(jnp.zeros((CELL,), f32), rows)
-    total_o, top, total = over_steps(tile, memory, group, step, (start, top, total))
-    o[...] = (total_o / spread_rows(total, sizes.value_dim)).astype(dtype)
-    log_sum[...] = top * (1 / LOG2E) + jnp.log(total)
+    total_o, top, total = over(step, (start, top, total))
+    some = jnp.maximum(total, LEAST)
+    o[...] = (total_o / spread_rows(some, sizes.value_dim)).astype(dtype)
+    log_sum[...] = jnp.where(total > 0, top * (1 / LOG2E) + jnp.log(some), MASKED)
 
 
 def launch(body, arguments, out, scratch, sizes: Sizes, grid):
@@ -313,7 +316,8 @@ def forward(x: Sources, sizes: Sizes) -> tuple[jax.Array, jax.Array]:
             group = lax.axis_index("group")
             plgpu.barrier_wait(memory.queries)
             o_here, sum_here, buffer = o.at[group], log_sum.at[group], left[0].at[group] if left else None
-            attend(tile, memory, q.at[group], o_here, sum_here, buffer, sizes)
+            over = functools.partial(over_steps, tile, memory, group)
+            attend(over, memory, q.at[group], o_here, sum_here, buffer, sizes)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(o_here, o_g.at[tile.row, tile.time(group), tile.head])
             plgpu.copy_smem_to_gmem(sum_here, log_sum_g.at[tile.row, tile.head, tile.time(group)])

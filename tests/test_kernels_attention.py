@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402
 
 from efla_jax import ops  # noqa: E402
 from efla_jax.kernels import attention as kernel  # noqa: E402
-from efla_jax.ops import pallas_attention  # noqa: E402
+from efla_jax.ops import pallas_attention, pallas_attention_cache  # noqa: E402
 from tests import ptxas  # noqa: E402
 from tests.lowering import lower_cuda, mosaic_calls  # noqa: E402
 from tests.oracle import block_sparse_and_gradients, relative_rms  # noqa: E402
@@ -48,6 +48,8 @@ def interpreted(monkeypatch):
     for name in ("softmax", "block_sparse"):
         run = functools.partial(getattr(pallas_attention, name), interpret=INTERPRET)
         monkeypatch.setattr(pallas_attention, name, run)
+    run = functools.partial(pallas_attention_cache.paged, interpret=INTERPRET)
+    monkeypatch.setattr(pallas_attention_cache, "paged", run)
 
 
 def documents(batch: int, time: int, seed=0) -> np.ndarray:
@@ -187,7 +189,6 @@ def test_vmap_equals_one_at_a_time():
 
 @pytest.mark.slow
 def test_a_text_goes_on_in_pieces():
-    """A continued call's own tokens and its open chunk are the kernels' part; earlier pages are joined as always."""
     (q, k, v, selected), _ = case(330, (2, 1, 1), (64, 64))
     whole = ops.block_sparse_attention(q, k, v, selected)[0]
     state = ops.init_selected_kv(1, 6, CHUNK, 1, 1, 64, 64, "bfloat16")
@@ -279,7 +280,7 @@ def test_what_the_kernels_do_not_serve_is_named(monkeypatch):
     for reason, op, options in (
         ("K = 32", ops.softmax_attention, dict(dims=(32, 64))),
         ("float32", ops.block_sparse_attention, dict(dtype="float32")),
-        ("without a cache", ops.softmax_attention, dict(initial_state=cache)),
+        ("80 slots of keys", ops.softmax_attention, dict(initial_state=cache)),
         ("counterfactual", ops.block_sparse_attention, dict(counterfactual=True)),
     ):
         with pytest.raises(NotImplementedError, match=reason):

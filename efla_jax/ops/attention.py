@@ -304,7 +304,7 @@ def by_kernels(*arguments) -> jax.Array:
 
 def by_step(*arguments) -> jax.Array:
     """`latest` by a GPU kernel."""
-    from efla_jax.ops.pallas_attention_decode import latest
+    from efla_jax.ops.pallas_attention_cache import latest
 
     return latest(*arguments)
 

@@ -33,6 +33,7 @@ from efla_jax.ops.selected_pages import (
     check_selected_kv,
     init_selected_kv,
     outgrown,
+    paged,
     with_pages,
 )
 from efla_jax.ops.sharded import repeat_key_heads, sharded
@@ -176,7 +177,8 @@ def continued(options: Options, q, k, v, selected, kv: SelectedKV, segment_ids) 
         chunks, pool = DocumentChunks(*rest[:fields]), Pool(*rest[fields:])
         o, log_sum = in_cells(solve, q, k, v, selected, chunks, options, packed, True)
         mine = (chunks.real & (chunks.document == 0))[:, size:]
-        o = with_pages(o[:, size:], log_sum[:, size:], q[:, size:], mine, selected.shape[2], pool)
+        o = o[:, size:], log_sum[:, size:], q[:, size:], mine
+        o = with_pages(*o, selected.shape[2], pool, pages_of(solve))
         return mask_padding(chunks.real[:, size:], o)
 
     # Rows are split, heads are not: a page has those of one routing head, whichever that is.
@@ -203,7 +205,7 @@ def one_token(options: Options, q, k, v, selected, kv: SelectedKV, segment_ids) 
 
     def local(solve, q, k, v, selected, used, real, *pool):
         o, log_sum = in_slots(q, mask_padding(used, k), mask_padding(used, v), used)
-        o = with_pages(o, log_sum, q, real, selected.shape[2], Pool(*pool), None if solve is in_tiles else by_step)
+        o = with_pages(o, log_sum, q, real, selected.shape[2], Pool(*pool), pages_of(solve))
         return mask_padding(real, o)
 
     state = advanced(kv, chunks, selected, Held(open_k[:, None], open_v[:, None], open_k, open_v))
@@ -319,8 +321,13 @@ def by_kernels(*arguments) -> tuple[jax.Array, jax.Array]:
     return block_sparse(*arguments)
 
 
-def by_step(*arguments) -> tuple[jax.Array, jax.Array]:
-    """`selected_pages.paged` of one token by a GPU kernel."""
-    from efla_jax.ops.pallas_attention_decode import paged
+def pages_of(solve: Callable) -> Callable:
+    """Attention to pages that goes with `in_tiles` or `by_kernels`."""
+    return paged if solve is in_tiles else pages_by_kernels
+
+
+def pages_by_kernels(*arguments) -> tuple[jax.Array, jax.Array]:
+    """`selected_pages.paged` by GPU kernels."""
+    from efla_jax.ops.pallas_attention_cache import paged
 
     return paged(*arguments)

@@ -206,12 +206,12 @@ class Pool(NamedTuple):
     pages: jax.Array
 
 
-def with_pages(o, log_sum, q, mine, routes: int, pool: Pool, solve: Callable | None = None) -> jax.Array:
+def with_pages(o, log_sum, q, mine, routes: int, pool: Pool, solve: Callable) -> jax.Array:
     """Outputs [B, T, H, V] of one softmax over keys whose outputs are o and L [B, T, H], and the pages: of the queries
     `mine` [B, T] only, of the pages' document. solve: `paged`, or another with its arguments."""
     if pool.k.shape[1] == 0:
         return o
-    of_pages, log_pages = (paged if solve is None else solve)(q, mine, routes, pool)
+    of_pages, log_pages = solve(q, mine, routes, pool)
     total = jnp.logaddexp(log_sum, log_pages)
     own, others = jnp.exp(log_sum - total)[..., None], jnp.exp(log_pages - total)[..., None]
     return (own * o.astype(jnp.float32) + others * of_pages).astype(o.dtype)
