@@ -23,7 +23,7 @@ def tiny(seed=0, rate=3e-3, mixer="gated_delta_net", **task):
         config.data = dict(kind="recall", batch_size=8, eval_batch_size=32, task=dict(
             layout="packed", vocab_size=8, length=6, pairs=1, examples=200, test_examples=64, longer=(10,)
         ) | task)  # fmt: skip
-    config.model.update(width=16, depth=1, mlp="none")
+    config.model.update(width=16, depth=1, mlp="none", embedding_dropout=0.1)
     config.optim.update(learning_rate=rate, schedule="cosine", warmup_steps=2, weight_decay=0.1, clip_norm=1.0)
     config.train.update(steps=15, log_every=5, eval_every=10, stop_at=0.0)
     return train.plain(config)
@@ -105,3 +105,5 @@ def test_only_tokens_with_a_target_have_logits():
     np.testing.assert_allclose(ours, full, rtol=1e-6)
     dense = batch | {"mask": np.ones_like(batch["mask"])}
     assert "places" not in population.stacked([dense])
+    assert population.stacked([batch], 8)["places"].shape == (1, 32, 8)
+    assert not np.any(population.stacked([batch], 8)["mask"][..., 3:])

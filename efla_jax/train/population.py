@@ -149,16 +149,16 @@ def make_population_sums(population: Population) -> Callable:
     return sums
 
 
-def stacked(batches: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+def stacked(batches: Sequence[Mapping[str, np.ndarray]], least: int = 1) -> dict[str, np.ndarray]:
     """One batch of each dataset, side by side: leaves [S, B, ...]. Where at most half of the tokens have a target, what
     is kept of targets and mask are those, [S, B, N] at "places": logits of the others are most of a small model's work.
 
-    N is a power of two, so that a task whose rows have different numbers of targets has few shapes."""
+    N is a power of two, `least` or more, so that tasks whose rows have different numbers of targets have few shapes."""
     joined = {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
     real = joined["mask"] > 0
     if "tokens" not in joined:
         return joined
-    count = 1 << max(0, int(real.sum(-1).max()) - 1).bit_length()
+    count = max(least, 1 << max(0, int(real.sum(-1).max()) - 1).bit_length())
     if 2 * count > real.shape[-1]:
         return joined
     places = np.argsort(~real, axis=-1, kind="stable")[..., :count].astype(np.int32)
@@ -166,8 +166,8 @@ def stacked(batches: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray
     return joined | kept | {"places": places}
 
 
-def held_out(population: Population, sums: Callable, params, split: str = "") -> list[dict[str, float]]:
-    """The scores of a split, by default the held-out one, of every member: see `evaluate`."""
+def held_out(population: Population, sums: Callable, params, least: int, split: str = "") -> list[dict[str, float]]:
+    """The scores of a split, by default the held-out one, of every member: see `evaluate` and `stacked`."""
     first = population.datasets[0]
     split, limit = split or HELD_OUT[first.kind], population.config["train"]["eval_batches"]
     sliced = first.kind in data.GENERATED
@@ -178,7 +178,7 @@ def held_out(population: Population, sums: Callable, params, split: str = "") ->
         for number, batches in enumerate(zip(*(part[name] for part in parts), strict=True)):
             if limit and number >= limit:
                 break
-            fresh = jax.device_get(sums(params, stacked(batches)))
+            fresh = jax.device_get(sums(params, stacked(batches, least)))
             total += np.asarray(fresh[0], np.float64)
             tallies = tallies + fresh[1]
         totals[name] = total
@@ -260,14 +260,16 @@ def train(population: Population, members: Members, stack: contextlib.ExitStack,
     options = population.config["train"]
     step, sums = make_population_step(population), make_population_sums(population)
     iterators = [stack.enter_context(contextlib.closing(one.train_iterator())) for one in population.datasets]
-    states, end, before = begin(population), options["steps"], None
+    states, end, before, least = begin(population), options["steps"], None, 1
     which = np.asarray(population.which)
 
     def finish(member: int, status: str) -> None:
         members.end(member, status, done, states, iterators[which[member]].get_state())
 
     for done in range(1, end + 1):
-        states, report = step(states, stacked([next(iterator) for iterator in iterators]))
+        batch = stacked([next(iterator) for iterator in iterators], least)
+        least = batch["places"].shape[-1] if "places" in batch else least
+        states, report = step(states, batch)
         jax.block_until_ready(before)  # so that the host is one step ahead and no more
         before = report["loss"]
         if done % options["log_every"] == 0 or done in (1, end):
@@ -278,20 +280,21 @@ def train(population: Population, members: Members, stack: contextlib.ExitStack,
                 if bad[member] >= options["max_skipped"]:
                     finish(member, "diverged")
         if done == end or (options["eval_every"] and done % options["eval_every"] == 0):
-            for member in score(population, members, sums, states.params, done):
+            for member in score(population, members, sums, states.params, done, least):
                 finish(member, "finished")
         progress(done, len(members.going))
         if not members.going:
             break
 
 
-def score(population: Population, members: Members, sums: Callable, params, step: int) -> list[int]:
+def score(population: Population, members: Members, sums: Callable, params, step: int, least: int) -> list[int]:
     """Held-out scores of a step; the members that end here, which have those of "longer" rows, too."""
-    scores, options, first = held_out(population, sums, params), population.config["train"], population.datasets[0]
+    scores = held_out(population, sums, params, least)
+    options, first = population.config["train"], population.datasets[0]
     at_goal = [0 < options["stop_at"] <= one["accuracy"] for one in scores]
     ending = [member for member in members.going if at_goal[member] or step == options["steps"]]
     if ending and first.kind in data.GENERATED and first.slices("longer"):
-        for member, longer in enumerate(held_out(population, sums, params, "longer")):
+        for member, longer in enumerate(held_out(population, sums, params, least, "longer")):
             if member in ending:
                 scores[member] |= {name: value for name, value in longer.items() if "/" in name}
     members.note(step, scores, HELD_OUT[first.kind])
