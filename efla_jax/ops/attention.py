@@ -71,7 +71,7 @@ def softmax_attention(
     of the time becomes whole rows of a part of the heads (arXiv 2309.14509), or where these do not divide, all keys.
 
     implementation: "chunked" (XLA, a block of queries at a time), "auto" (on a GPU cuDNN, where that supports the
-    input, then "pallas"; else "chunked"), "pallas" (Hopper GPUs: whole rows, packed documents too, or one token and a
+    input, then "pallas", then "chunked"), "pallas" (Hopper GPUs: whole rows, packed documents too, or one token and a
     cache; NotImplementedError with the reason for what its kernels do not cover), "triton" (no kernel yet). Raises
     ValueError for input that does not fit. Source: arXiv 1706.03762; grouped queries: arXiv 2305.13245.
 
@@ -205,7 +205,9 @@ def one_token(implementation: str, q, state: KVCache, slot: jax.Array, document:
     limit = slot[:, 0] + 1 if document is None else jnp.where(document[:, 0] < 0, 0, slot[:, 0] + 1)
 
     def local(_, *arrays):
-        return dispatch("softmax_attention", implementation, STEP_TABLE, STEP_AUTO, arrays)
+        return dispatch(
+            "softmax_attention", implementation, STEP_TABLE, ("pallas", *AUTO) if on_gpu() else AUTO, arrays
+        )
 
     return sharded(local, (q, state.k, state.v, limit), ("BQHK", "BMGK", "BMGV", "B"), "BQHV")
 
@@ -316,4 +318,3 @@ TABLE = {
 }
 AUTO = ("chunked",)
 STEP_TABLE = {"chunked": latest, "pallas": by_step, "triton": TABLE["triton"]}
-STEP_AUTO = ("chunked",)

@@ -74,9 +74,8 @@ def block_sparse_attention(
     all that T tokens may select. A document that selects more than the room is a ValueError where that is known when
     the op is called; under `jit` the outputs of its further tokens are NaN. Work follows the part selected, memory is
     O(T). implementation: "chunked" (XLA), "pallas" (Hopper GPUs: chunks of 64, not `counterfactual`; of what its
-    kernels do not cover NotImplementedError with the reason), "auto" (of several tokens "pallas" where it serves, else
-    "chunked"), "triton" (no kernel yet). Raises ValueError for input that does not fit. Source: NAtS-L (arXiv
-    2602.03681).
+    kernels do not cover NotImplementedError with the reason), "auto" ("pallas" where it serves, else "chunked"),
+    "triton" (no kernel yet). Raises ValueError for input that does not fit. Source: NAtS-L (arXiv 2602.03681).
 
     >>> import jax.numpy as jnp
     >>> q, v = jnp.zeros((1, 48, 1, 4)), jnp.repeat(jnp.array([6.0, 3.0, 0.0]), 16).reshape(1, 48, 1, 1)
@@ -216,8 +215,8 @@ def one_token(options: Options, q, k, v, selected, kv: SelectedKV, segment_ids) 
 
 def over_mesh(options: Options, local: Callable, arrays, legends, result: str) -> jax.Array:
     """local(solve, *arrays) on every device's rows (and heads), by the implementation asked for."""
-    op, several = "block_sparse_attention", arrays[0].shape[1] > 1
-    auto = ("pallas", "chunked") if several and on_gpu() else ("chunked",)
+    op = "block_sparse_attention"
+    auto = ("pallas", "chunked") if on_gpu() else ("chunked",)
     table = {
         "chunked": functools.partial(local, in_tiles),
         "pallas": functools.partial(local, by_kernels),
