@@ -27,6 +27,7 @@ from efla_jax.data.images import ImageSplit, corruptions, load_images
 from efla_jax.data.mad import mad_dataset
 from efla_jax.data.packing import PackedRows
 from efla_jax.data.recall import Recall, RecallDataset
+from efla_jax.data.selective_copying import selective_copying_dataset
 from efla_jax.data.shards import TokenSplits, open_shards
 from efla_jax.data.state_tracking import state_tracking_dataset
 from efla_jax.data.text import END_OF_DOCUMENT, VOCAB_SIZE, Corpus, TextSplits, load_text
@@ -46,6 +47,7 @@ GENERATED: dict[str, Callable[..., Any]] = {
     "recall": RecallDataset,
     "mad": mad_dataset,
     "state_tracking": state_tracking_dataset,
+    "selective_copying": selective_copying_dataset,
 }
 KINDS = ("text", "images", "tokens", *GENERATED)
 PACKINGS = ("windows", "first_fit", "stream")
