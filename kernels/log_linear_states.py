@@ -496,13 +496,14 @@ def adjoint_blocks(place: Place, x: Reads, memory: ReadMemory, results, left, in
 
             lax.fori_loop(0, ones, unmerge, None)
 
-        @pl.when(jnp.logical_not(whole))
+        @pl.when(jnp.logical_not(whole) & (number >= 0))
         def _():
             copy_out(zero, memory.out, target)
 
         @pl.when(active)
         def _():
             add_reads(place, memory, slot, number, left, interpret)
+            plgpu.commit_smem()
             plgpu.barrier_arrive(memory.empty.at[slot])
 
         return count + active.astype(jnp.int32), merged + ones
@@ -526,9 +527,9 @@ def add_reads(place: Place, memory: ReadMemory, slot, number, left, interpret) -
 
 
 def adjoint(q, d_o, gates, fade, states, first, d_last, flow, *, whole: int, config: Config, interpret=None) -> tuple:
-    """(E [B, N, H V, K] in the dtype of d_o, zero of blocks that are not whole; sums [B, N + slots, H] float32: <S, E>
-    by the state that merged, of an initial slot j at N + j, with anything where none did; cotangents of `Writes.begin`
-    [B, slots + 1, H V, K] float32, or None).
+    """(E [B, N, H V, K] in the dtype of d_o, zero of blocks that are not whole and anything of empty ones; sums [B, N +
+    slots, H] float32: <S, E> by the state that merged, of an initial slot j at N + j, with anything where none did;
+    cotangents of `Writes.begin` [B, slots + 1, H V, K] float32, or None).
 
     d_o like u, d_last [B, slots, H V, K] float32; the rest as forward."""
     dtype, slots, continued = d_o.dtype, d_last.shape[1], first is not None

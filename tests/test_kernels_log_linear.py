@@ -17,17 +17,19 @@ from efla_jax import ops  # noqa: E402
 from efla_jax.kernels import log_linear as kernel  # noqa: E402
 from efla_jax.kernels import log_linear_states  # noqa: E402
 from efla_jax.ops import pallas_log_linear  # noqa: E402
-from efla_jax.ops.fenwick import fenwick, fenwick_level, init_fenwick_state  # noqa: E402
+from efla_jax.ops.fenwick import FenwickState, fenwick, fenwick_level  # noqa: E402
 from efla_jax.ops.fenwick_chunked import fenwick_chunked  # noqa: E402
+from efla_jax.ops.log_linear_cells import cell_count, cells  # noqa: E402
+from efla_jax.ops.segments import positions, segments  # noqa: E402
 from tests import ptxas  # noqa: E402
-from tests.cases import recurrence_case  # noqa: E402
+from tests.cases import packed_ids, recurrence_case  # noqa: E402
 from tests.lowering import lower_cuda, mosaic_calls  # noqa: E402
 from tests.oracle import fenwick_and_gradients, relative_rms  # noqa: E402
 
 # JAX_PLATFORMS=cuda,cpu runs the same comparisons on a Hopper GPU, by the programs themselves.
 ON_GPU = os.environ.get("JAX_PLATFORMS", "").startswith("cuda")
 INTERPRET = None if ON_GPU else plgpu.InterpretGPUParams(detect_races=True)
-NAMES = ("o", "states", "dq", "dk", "du", "dlog_decay", "dlevel_weights")
+NAMES = ("o", "states", "dq", "dk", "du", "dlog_decay", "dlevel_weights", "dinitial_states")
 # As for the flat operator: the same operands rounded to bfloat16 as in the chunked form, in another order. dk and du
 # are sums of two gradients in bfloat16, one of pairs and one of states, half of 2^-8 / sqrt(3) each.
 FLOOR, RATIO = 2.9e-3, 1.2
@@ -59,18 +61,29 @@ def no_races(capfd):
 
 @functools.cache
 def compiled(config):
-    """A jitted (arguments, cotangents) -> (o, states, gradients) by the kernels, or by the chunked form (None)."""
+    """A jitted (arguments, states, position, ids, cotangents) -> (o, states, gradients) by the kernels, or by the
+    chunked form (None)."""
 
-    def op(q, k, u, log_decay, weights):
-        f = fenwick(q, k, u, None, log_decay, weights, None, None)
+    def op(q, k, u, log_decay, weights, states, position, ids):
+        state = None if states is None else FenwickState(states, position)
+        f = fenwick(q, k, u, None, log_decay, weights, state, ids)
         return fenwick_chunked(f, 64) if config is None else pallas_log_linear.laid_out(f, config, INTERPRET)
 
     @jax.jit
-    def run(arguments, cotangents):
-        out, pull = jax.vjp(op, *arguments)
-        return *out, *pull(cotangents)
+    def run(arguments, states, position, ids, cotangents):
+        out, pull = jax.vjp(lambda *given: op(*given, position, ids), *arguments, states)
+        return *out, *pull(cotangents)[: 5 + (states is not None)]
 
     return run
+
+
+def prefix(position, like):
+    """States [B, H, L, K, V] of a prefix of so many tokens, in the slots that it has."""
+    slot, last = np.arange(like.shape[2]), like.shape[2] - 1
+    bits = np.asarray(position)[:, None] >> np.maximum(slot - 1, 0)
+    live = np.where(slot == last, bits > 0, bits & 1 == 1) & ((slot > 0) | (last == 0))
+    states = np.random.default_rng(2).normal(size=like.shape) * live[:, None, :, None, None]
+    return jnp.asarray(states, jnp.float32), live
 
 
 def case(name: str, shape: str, levels: int, dtype=jnp.bfloat16):
@@ -82,20 +95,28 @@ def case(name: str, shape: str, levels: int, dtype=jnp.bfloat16):
     return (q, k, u, log_decay, weights), (d_o, d_states)
 
 
-def compare(arguments, cotangents, config):
-    """The kernels' results, once they are as right as the chunked form."""
-    q, k, u, log_decay, weights = arguments
-    results = compiled(config)(arguments, cotangents)
-    states, zero = jnp.zeros_like(cotangents[1]), log_decay * 0
-    everything = q, k, u, zero, log_decay, weights, states
-    out, gradients = fenwick_and_gradients(everything, None, np.zeros(q.shape[0], np.int32), cotangents)
-    truth = *out, *gradients[:3], *gradients[4:6]
-    errors = {n: relative_rms(r, t) for n, r, t in zip(NAMES, results, truth, strict=True)}
-    bounds = dict.fromkeys(NAMES, FLOAT16)
-    if u.dtype == jnp.bfloat16:
-        others = compiled(None)(arguments, cotangents)
-        bounds = {n: max(RATIO * relative_rms(r, t), FLOORS[n]) for n, r, t in zip(NAMES, others, truth, strict=True)}
-    assert all(errors[n] <= bounds[n] for n in NAMES), {n: (errors[n], bounds[n]) for n in NAMES}
+def compare(arguments, cotangents, config, position=None, ids=None):
+    """The kernels' results, once they are as right as the chunked form. position [B]: of a prefix."""
+    q, _, u, log_decay, _ = arguments
+    states = zeros = jnp.zeros_like(cotangents[1])
+    start, live = np.zeros(q.shape[0], np.int32), None
+    if position is not None:
+        start = np.asarray(position, np.int32)
+        states, live = prefix(start, zeros)
+    more = None if position is None else states, jnp.asarray(start), None if ids is None else jnp.asarray(ids)
+    results = compiled(config)(arguments, *more, cotangents)
+    everything = *arguments[:3], log_decay * 0, *arguments[3:], states
+    out, gradients = fenwick_and_gradients(everything, ids, start, cotangents)
+    truth = *out, *gradients[:3], *gradients[4:]
+    others = compiled(None)(arguments, *more, cotangents) if u.dtype == jnp.bfloat16 else None
+    found = {}
+    for i, name in enumerate(NAMES[: len(results)]):
+        result, right = np.asarray(results[i], np.float32), truth[i]
+        if name == "dinitial_states":  # slots that the prefix has not are none of its state
+            result, right = (np.where(live[:, None, :, None, None], x, 0.0) for x in (result, right))
+        bound = FLOAT16 if others is None else max(RATIO * relative_rms(others[i], truth[i]), FLOORS[name])
+        found[name] = relative_rms(result, right), bound
+    assert all(error <= bound for error, bound in found.values()), found
 
 
 def test_outputs_states_and_gradients_equal_the_oracle():
@@ -125,27 +146,103 @@ def test_every_shape(shape, config, dtype):
     compare(*case("random", shape, 12, jnp.dtype(dtype)), config)
 
 
+def row_of(lengths, time):
+    """Ids [1, T] of documents of these lengths, the last one to the end."""
+    return np.repeat(np.arange(1, len(lengths) + 2), [*lengths, time])[None, :time].astype(np.int32)
+
+
+def test_documents_of_whole_and_shared_cells_equal_the_oracle():
+    arguments, cotangents = case("random", "two heads of a key head", 9)
+    compare(arguments, cotangents, WHOLE, ids=row_of((150, 20), 200))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("levels", (1, 8, 10))
+@pytest.mark.parametrize("position", ((0, 128), (5, 130), (384, 127), (1000, 4000)), ids=str)
+def test_a_prefix_of_any_length_goes_on(position, levels):
+    compare(*case("random", "whole blocks", levels), WHOLE, position)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("levels", (3, 9, 12))
+@pytest.mark.parametrize("lengths", ((), (300, 290), (129, 1, 127, 128, 64, 65), (10, 100, 60, 90)), ids=str)
+def test_documents_behind_a_prefix(lengths, levels):
+    arguments, cotangents = case("random", "many blocks", levels)
+    compare(arguments, cotangents, SPLIT, (200,), row_of(lengths, 700))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_every_kind_of_input_in_packed_and_padded_rows(name):
+    """Of two rows one has nothing but padding."""
+    arguments, cotangents = case(name, "whole blocks", 10)
+    ids = np.concatenate([row_of((140, 200), 512), np.zeros((1, 512), np.int32)])
+    ids[:, 100:110] = 0
+    compare(arguments, cotangents, WHOLE, (3, 260), ids)
+    compare(arguments, cotangents, WHOLE, ids=packed_ids(2, 512))
+
+
+def some_ids(rng, batch, time):
+    """Documents of lengths around one, a few and a cell, and padding."""
+    lengths = rng.choice([[1, 2, 3], [129, 128, 1], [60, 70, 127, 200], [129, 1, 127]][rng.integers(4)], (batch, time))
+    ids = np.stack([np.repeat(np.arange(1, time + 1), row)[:time] for row in lengths])
+    return np.where(rng.random(ids.shape) < 0.2 * rng.integers(2), 0, ids).astype(np.int32)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_cells_hold_each_token_once_and_read_one_document(seed):
+    rng = np.random.default_rng(seed)
+    batch, time = 2, int(rng.choice([1, 5, 127, 128, 129, 300, 700, 1000]))
+    ids, start = some_ids(rng, batch, time), rng.integers(0, 400, batch).astype(np.int32)
+    real, position = ids != 0, np.asarray(positions(batch, time, jnp.asarray(ids), jnp.asarray(start)))
+    starts = segments(jnp.asarray(ids)).starts
+    before = np.where(np.cumsum(real, axis=1) > 0, position, start[:, None] - 1)
+    found = jax.tree.map(np.asarray, cells(jnp.asarray(before), starts, jnp.asarray(real)))
+    document = np.cumsum(np.asarray(starts), axis=1)
+    for row in range(batch):
+        tokens, slot = np.flatnonzero(real[row]), found.slot[row]
+        assert (slot[~real[row]] == -1).all() and (np.diff(slot[tokens]) > 0).all()
+        assert (found.source[row][slot[tokens]] == tokens).all() and (found.source[row] >= 0).sum() == len(tokens)
+        cell, pieces = slot // 128, list(zip(document[row], position[row] // 128, strict=True))
+        used = len(set(cell[tokens]))
+        assert (found.place[row, used:] == -1).all() and used <= cell_count(time)
+        for number in range(used):
+            inside = tokens[cell[tokens] == number]
+            first = inside[0]
+            assert found.place[row, number] == position[row, first] // 128
+            held = {pieces[t] for t in inside}
+            assert all(where == 0 or (name, where) == pieces[first] for name, where in held)
+            assert {t for t in tokens if pieces[t] in held} == set(inside)
+            whole = bool((position[row, inside] % 128 == 127).any())
+            assert found.whole[row, number] == whole and (len(held) == 1 or not whole)
+            code = (document[row, inside] - document[row, first]) * 128 + position[row, inside] % 128
+            assert (found.code[row, number, slot[inside] % 128] == code).all()
+            following = tokens[cell[tokens] == number + 1]
+            ends = len(following) > 0 and document[row, following[0]] != document[row, first]
+            assert found.last[row, number] == ends
+
+
 @pytest.mark.slow
 def test_vmap_equals_one_at_a_time():
     first, cotangents = case("random", "less than a block", 9)
     second, _ = case("mixed decay", "less than a block", 9)
     both = [jnp.stack(pair) for pair in zip(first, second, strict=True)]
-    mapped = jax.vmap(compiled(WHOLE), (0, None))(both, cotangents)
+    mapped = jax.vmap(compiled(WHOLE), (0, None, None, None, None))(both, None, None, None, cotangents)
     for i, arguments in enumerate((first, second)):
-        for value, reference in zip(mapped, compiled(WHOLE)(arguments, cotangents), strict=True):
+        for value, reference in zip(mapped, compiled(WHOLE)(arguments, None, None, None, cotangents), strict=True):
             assert relative_rms(value[i], reference) < 1e-6
 
 
 @pytest.mark.parametrize("slots", (1, 2, 3, 6))
 def test_blocks_read_the_states_of_their_bits(slots):
     """Number and level of every state that a block reads, and what merges into it, against the levels of tokens."""
-    levels = pallas_log_linear.INSIDE + slots
+    levels = kernel.INSIDE + slots
     stack, ends = [None] * slots, {}  # the blocks of each slot; of the state that ends before a block
     for block in range(40):
         number = int(kernel.number_of(block, slots))
         left, expected = number, {}
         for first in range(block):
-            level = min(int(fenwick_level(block * 128, first * 128)), levels - 1) - pallas_log_linear.INSIDE
+            level = min(int(fenwick_level(block * 128, first * 128)), levels - 1) - kernel.INSIDE
             expected.setdefault(level, []).append(first)
         while left:
             level = int(kernel.lowest_level(jnp.int32(left)))
@@ -159,18 +256,16 @@ def test_blocks_read_the_states_of_their_bits(slots):
 
 
 def test_what_the_kernels_do_not_serve_is_named():
-    def ask(dtype=jnp.bfloat16, keys=64, values=64, time=16, state=None, ids=None):
+    def ask(dtype=jnp.bfloat16, keys=64, values=64, time=16):
         q, u = jnp.zeros((1, time, 1, keys), dtype), jnp.zeros((1, time, 2, values), jnp.bfloat16)
         gates, weights = jnp.zeros((1, time, 2)), jnp.zeros((1, time, 2, 5))
-        f = fenwick(q, q, u, None, gates, weights, state, ids)
+        f = fenwick(q, q, u, None, gates, weights, None, None)
         return pallas_log_linear.log_linear_attention(f, 64, WHOLE, INTERPRET)
 
     for reason, options in (
         ("one dtype", dict(dtype=jnp.float16)),
         ("K = 32", dict(keys=32)),
         ("V = 80", dict(values=80)),
-        ("without initial_state", dict(state=init_fenwick_state(1, 2, 5, 64, 64))),
-        ("and segment_ids", dict(ids=jnp.ones((1, 16), jnp.int32))),
     ):
         with pytest.raises(NotImplementedError, match=reason):
             ask(**options)
@@ -183,22 +278,25 @@ def test_what_the_kernels_do_not_serve_is_named():
         ops.log_linear_attention(q, q, q, gates, gates[..., None], implementation="pallas")
 
 
-def lowered(sizes, dtype, config):
-    """The program of value and gradients at (B, T, G, H, K, V, L)."""
+def lowered(sizes, dtype, config, packed=False):
+    """The program of value and gradients at (B, T, G, H, K, V, L); packed: of documents behind a prefix."""
     batch, time, key_heads, heads, key_dim, value_dim, levels = sizes
     shape = jax.ShapeDtypeStruct
     keys, values = shape((batch, time, key_heads, key_dim), dtype), shape((batch, time, heads, value_dim), dtype)
     gates, weights = shape((batch, time, heads), jnp.float32), shape((batch, time, heads, levels), jnp.float32)
     states = shape((batch, heads, levels, key_dim, value_dim), jnp.float32)
+    ids, position = shape((batch, time), jnp.int32), shape((batch,), jnp.int32)
 
-    def run(arguments, cotangents):
-        def op(q, k, u, log_decay, weights):
-            return pallas_log_linear.laid_out(fenwick(q, k, u, None, log_decay, weights, None, None), config, None)
+    def run(arguments, cotangents, states, position, ids):
+        def op(q, k, u, log_decay, weights, states):
+            more = (FenwickState(states, position), ids) if packed else (None, None)
+            f = fenwick(q, k, u, None, log_decay, weights, *more)
+            return pallas_log_linear.laid_out(f, config, None)
 
-        out, pull = jax.vjp(op, *arguments)
+        out, pull = jax.vjp(op, *arguments, states)
         return out, pull(cotangents)
 
-    return lower_cuda(run, (keys, keys, values, gates, weights), (values, states))
+    return lower_cuda(run, (keys, keys, values, gates, weights), (values, states), states, position, ids)
 
 
 @pytest.mark.parametrize("row", kernel.TABLE, ids=str)
@@ -216,18 +314,20 @@ def test_the_safe_row_lowers_for_every_size(key_dim, dtype):
     for value_dim, time in ((64, 300), (128, 1 << 20), (192, 70)):
         for key_heads, heads in ((1, 1), (1, 3), (4, 4), (2, 8)):
             sizes = 1, time, key_heads, heads, key_dim, value_dim, 21
-            assert mosaic_calls(lowered(sizes, jnp.dtype(dtype), kernel.SAFE)) == 5
+            for packed in (False, True) if time < 1 << 20 else (False,):
+                assert mosaic_calls(lowered(sizes, jnp.dtype(dtype), kernel.SAFE, packed)) == 5
 
 
 @pytest.mark.slow
 # The assembler comes with the CUDA plugin, which a machine without a GPU need not have; lowering is tested without.
 @pytest.mark.skipif(ptxas.missing() is not None, reason=str(ptxas.missing()))
+@pytest.mark.parametrize("packed", (False, True))
 @pytest.mark.parametrize("heads", (1, 48))
 @pytest.mark.parametrize("row", kernel.TABLE, ids=str)
-def test_no_row_of_the_table_spills(row, heads):
+def test_no_row_of_the_table_spills(row, heads, packed):
     """Some registers of bookkeeping at most, and no wgmma that waits for the one before."""
     _, key_dim, value_dim, dtype = row
-    program = lowered((1, 131072, 1, heads, key_dim, value_dim, 18), jnp.dtype(dtype), kernel.TABLE[row])
+    program = lowered((1, 131072, 1, heads, key_dim, value_dim, 18), jnp.dtype(dtype), kernel.TABLE[row], packed)
     for kernel_usage in ptxas.usage(program):
         assert kernel_usage.spilled <= 48 and not kernel_usage.serialised, kernel_usage
 
