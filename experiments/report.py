@@ -19,6 +19,10 @@ tokens are drawn as means over consecutive ones.
 
 A sweep of associative recall (configs/adaptive_decay.py), trained length and beyond: runs.csv, table.md, recall.png.
 
+    python -m experiments.report mqar --runs=runs/mqar --out=experiments/results/mqar
+
+A sweep of configs/paper_mqar.py: accuracy by mixer and width at its best rate: runs.csv, sizes.csv, table.md, mqar.png.
+
     python -m experiments.report mad --runs=runs/mad --out=experiments/results/mad
     python -m experiments.report state_tracking --runs=runs/parity --out=experiments/results/parity
 
@@ -42,7 +46,7 @@ from absl import app, flags
 
 from efla_jax import evaluate, metrics
 from efla_jax.train import loop
-from experiments import books_report, mad_report, recall_report, state_tracking_report
+from experiments import books_report, mad_report, mqar_report, recall_report, state_tracking_report
 from experiments.runs import restored
 
 RUNS = flags.DEFINE_string("runs", None, "folder whose sub-folders are finished runs; all but level_weights")
@@ -252,6 +256,10 @@ def recall() -> None:
     recall_report.write(pathlib.Path(RUNS.value), pathlib.Path(OUT.value))
 
 
+def mqar() -> None:
+    mqar_report.write(pathlib.Path(RUNS.value), pathlib.Path(OUT.value))
+
+
 def mad() -> None:
     mad_report.write(pathlib.Path(RUNS.value), pathlib.Path(OUT.value))
 
@@ -269,6 +277,7 @@ COMMANDS = {
     "corruption": (corruption, (RUNS, OUT), (SHOW,)),
     "recall": (recall, (RUNS, OUT), ()),
     "books": (books, (RUNS, OUT), ()),
+    "mqar": (mqar, (RUNS, OUT), ()),
     "mad": (mad, (RUNS, OUT), ()),
     "state_tracking": (state_tracking, (RUNS, OUT), ()),
     "level_weights": (level_weights, (CHECKPOINT, OUT), (DATA, SPLIT, BATCH, ROWS, TEXT, TOKENS, LAYERS, HEAD_LIST)),
