@@ -381,6 +381,7 @@ def test_an_argument_that_is_none_is_refused(argument, message):
         paper_mad.get_config(argument)
 
 
+@pytest.mark.slow
 def test_a_population_is_scored_by_class_as_its_members_are(tmp_path):
     """Two seeds and two rates side by side, of an autoencoder: each as it would train by itself."""
     configs = []
