@@ -8,8 +8,8 @@ Rows of 40 fair bits, fresh ones at every step; the target at every token is the
 40, then of 64, 128, 256 and 512. One block of width 64, two heads of 32, no convolution, no MLP; AdamW at a constant
 rate. Behind the colon any mixer of the table; `delta_net_negative` and `gated_delta_net_negative` have beta up to 2,
 and so eigenvalues down to -1 (arXiv 2411.12537). EFLA's step is exp(-beta |k|^2) along k, never negative: it cannot.
---config.data.task.group=S3 or A5 asks for products of permutations instead (A5 wants products of reflections: more
-heads do not make up for that). A minute on a GPU. Figures: experiments/results/README.md.
+--config.data.task.group=S3 or A5 asks for products of permutations instead. A minute on a GPU. Figures:
+experiments/results/README.md.
 """
 
 from configs.common import base, check_mixer
