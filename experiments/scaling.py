@@ -4,7 +4,7 @@
     JAX_NUM_CPU_DEVICES=4 python -m experiments.scaling --tiny --out=runs/tiny    # simulated ones of a CPU
 
 equal    losses of three steps and one whole update of --config on data, fsdp, tensor and context meshes against one
-         device, and a checkpoint of a split state restored on one device
+         device, in float32 and as configured, and a checkpoint of a split state restored on one device
 rows     tokens/s of --config at --rows x --window tokens a device, split over data and over fsdp
 overlap  the same with XLA told to begin collectives early (OVERLAP below), on GPUs
 context  tokens/s of one sequence of --lengths tokens, split over context, of --mixers at --depth layers
@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     whole.add_argument("--mixers", type=names, default=MIXERS, help="configs of the stage context")
     whole.add_argument("--lengths", type=sizes, default=[131072, 524288], help="tokens of the stage context")
     whole.add_argument("--depth", type=positive, default=3, help="layers of the stage context")
-    whole.add_argument("--equal_depth", type=positive, default=12, help="layers of the stage equal")
+    whole.add_argument("--equal_depth", type=positive, default=4, help="layers of the stage equal")
     whole.add_argument("--equal_rows", type=positive, default=8, help="rows of the stage equal")
     whole.add_argument("--equal_length", type=positive, default=2048, help="tokens of these rows")
     whole.add_argument("--vocab_size", type=positive, default=32000)
@@ -88,13 +88,16 @@ def cases_of(stage: str, chosen: argparse.Namespace, devices: int) -> list:
         split = [("", 1), *((axis, count) for count in reversed(counts) for axis in ("data", "fsdp"))]
         return [Case(chosen.config, *one, chosen.rows * one[1], chosen.window, given) for one in split]
     if kind == "equal":
-        batch = chosen.equal_rows, chosen.equal_length, (*given, ("depth", chosen.equal_depth)), True, True
+        shape = chosen.equal_rows, chosen.equal_length
+        fields = *given, ("depth", chosen.equal_depth)
         heads = [options["num_heads"] for options in config_of(chosen.config)["model"]["mixer_options"].values()]
         meshes = [(axis, counts[-1]) for axis in ("data", "context", "fsdp")] if counts else []
         if (tensor := math.gcd(*heads, 2 ** len(counts))) > 1:
             meshes.insert(1, ("tensor", tensor))
-        return [Case(chosen.config, "", 1, *batch), Case(chosen.config, "", 1, *batch, 2)] + [
-            Case(chosen.config, *mesh, *batch) for mesh in meshes
+        dtypes: tuple[tuple, ...] = ((("dtype", "float32"),), *(() if chosen.tiny else ((),)))
+        one = [Case(chosen.config, "", 1, *shape, (*fields, *dtype), True, True) for dtype in dtypes]
+        return one + [
+            Case(chosen.config, *mesh, *shape, (*fields, *dtype), True, True) for mesh in meshes for dtype in dtypes
         ]
     fields = (*given, ("depth", chosen.depth), ("remat", "full"))
     split = [("", 1), *(("context", count) for count in reversed(counts))]
@@ -196,7 +199,8 @@ def measure(chosen: argparse.Namespace, words: Sequence[str]) -> None:
 def line_of(row: dict[str, Any]) -> str:
     """What a row says in a line of a log."""
     if row["stage"] == "equal":
-        kept = ("mesh", "losses", "loss_difference", "update_difference", "worst_leaf", "equal", "restored_on_one")
+        kept = ("mesh", "dtype", "losses", "loss_difference", "update_difference", "worst_leaf", "equal",
+                "restored_on_one")  # fmt: skip
     else:
         kept = ("config", "axis", "devices", "length", "tokens_per_second", "step_seconds", "exposed_seconds",
                 "layer_bytes", "planned_gib", "note")  # fmt: skip
@@ -253,10 +257,10 @@ def speed_table(rows: Sequence[dict[str, Any]]) -> str:
 
 def equal_table(rows: Sequence[dict[str, Any]]) -> str:
     """Of the stage equal."""
-    lines = [(row["mesh"], row["losses"], row["loss_difference"], row["update_difference"],
+    lines = [(row["mesh"], row["dtype"], row["losses"], row["loss_difference"], row["update_difference"],
               f"{shown(row['worst_leaf_difference'])} ({row['worst_leaf']})", "yes" if row["equal"] else "NO")
              for row in rows if "losses" in row]  # fmt: skip
-    header = ("mesh", "losses", "furthest loss, relative", "update", "furthest leaf of it", "equal")
+    header = ("mesh", "dtype", "losses", "furthest loss, relative", "update", "furthest leaf of it", "equal")
     saved = [
         f"A checkpoint of {row['mesh']} on one device: {'same bits' if row['restored_on_one'] else 'DIFFERS'}."
         for row in rows

@@ -31,6 +31,7 @@ def test_steps_agree_and_a_checkpoint_comes_back():
     assert [row["mesh"] for row in rows] == ["one device", "fsdp 2", "fsdp 2"]
     assert all(row["equal"] for row in rows[:2]) and rows[2]["restored_on_one"] is True
     assert rows[0]["update_difference"] == 0 < rows[1]["update_difference"] < 1e-4
+    assert {row["dtype"] for row in rows[:2]} == {"float32"}
     assert rows[0]["losses"][0] > rows[0]["losses"][2]  # the step does something
 
 
@@ -42,6 +43,7 @@ def test_a_wrong_update_is_told():
     assert (change, worst, name) == (pytest.approx(np.sqrt(0.75 / 7)), pytest.approx(0.5), "b")
 
 
+@pytest.mark.slow
 @needs_two
 def test_what_a_layer_gathers_does_not_grow_with_the_length():
     cases = [Case(CONFIG, "context", 2, 1, length, MODEL, False) for length in (64, 128)]
@@ -97,9 +99,10 @@ def test_tables_and_plot(tmp_path):
             row("context", "", 1, 10.0, length=64), row("context", "context", 2, 30.0, length=64),
             {**row("context", "context", 2, 0.0, length=128, note="out of memory")}]  # fmt: skip
     del rows[-1]["tokens_per_second"]
-    rows += [{"stage": "equal", "config": CONFIG, "mesh": "fsdp 2", "losses": [5.0, 4.0], "loss_difference": 0.1,
-              "update_difference": 0.2, "worst_leaf_difference": 0.3, "worst_leaf": "x", "equal": False, "commit": ""},
-             {"stage": "equal", "config": CONFIG, "mesh": "fsdp 2", "restored_on_one": True, "commit": ""}]  # fmt: skip
+    equal = {"stage": "equal", "config": CONFIG, "mesh": "fsdp 2", "commit": ""}
+    figures = {"loss_difference": 0.1, "update_difference": 0.2, "worst_leaf_difference": 0.3, "worst_leaf": "x"}
+    rows += [equal | figures | {"dtype": "float32", "losses": [5.0, 4.0], "equal": False}]
+    rows += [equal | {"restored_on_one": True}]
     (tmp_path / "scaling.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
     scaling.report(tmp_path)
     text = (tmp_path / "scaling.md").read_text()
@@ -113,11 +116,26 @@ def test_stages_are_of_all_devices():
     chosen = scaling.parser().parse_args([])
     split = [(case.axis, case.devices, case.rows) for case in scaling.cases_of("rows", chosen, 4)]
     assert split == [("", 1, 16), ("data", 4, 64), ("fsdp", 4, 64), ("data", 2, 32), ("fsdp", 2, 32)]
-    assert [case.name for case in scaling.cases_of("equal", chosen, 16)][2:] == [
-        "data 16", "tensor 8", "context 16", "fsdp 16"]  # fmt: skip
+    equal = scaling.cases_of("equal", chosen, 16)
+    assert [case.name for case in equal[::2]] == ["one device", "data 16", "tensor 8", "context 16", "fsdp 16"]
+    assert [case.exact for case in equal[:4]] == [True, False, True, False]
     mixer = chosen.mixers[2]
     assert [(case.name, case.length) for case in scaling.cases_of(f"context {mixer}", chosen, 2)] == [
         ("one device", 131072), ("context 2", 131072), ("one device", 524288), ("context 2", 524288)]  # fmt: skip
+
+
+@needs_two
+@pytest.mark.parametrize(
+    "stage",
+    ["rows", "equal", *(pytest.param(f"context {mixer}", marks=pytest.mark.slow) for mixer in scaling.MIXERS)],
+)
+def test_every_stage_traces_its_own_configs(stage):
+    """The configs, sizes but for depth and length, optimisers and meshes that a run without --tiny has."""
+    words = ["--lengths=256", "--window=64", "--rows=1", "--depth=1", "--equal_depth=1", "--equal_length=64",
+             "--equal_rows=2"]  # fmt: skip
+    case = scaling.cases_of(stage, scaling.parser().parse_args(words), 2)[-1]
+    program, step = scaling_stages.lowered(case, 32000)
+    assert case.devices == 2 and program.depth in (1, 24) and "stablehlo" in step.as_text()[:20000]
 
 
 @pytest.mark.slow
