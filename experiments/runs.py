@@ -60,23 +60,34 @@ class Ended(NamedTuple):
 
 
 def ended_runs(folder: pathlib.Path, kind: str) -> list[Ended]:
-    """The runs on data of this kind below `folder` that have ended, by name; tells which have not. Raises ValueError if
-    there is none."""
-    found, going = [], []
+    """The runs on data of this kind below `folder` that have ended, by name, as its results.jsonl and its sub-folders
+    have them; tells which have not. Raises ValueError if there is none."""
+    found, going = swept_runs(folder, kind), []
     for file in sorted(folder.glob("*/metrics.jsonl")):
         config = json.loads((file.parent / "config.json").read_text())
-        if config["data"]["kind"] != kind:
+        if config["data"]["kind"] != kind or file.parent.name in found:
             continue
         scored = [row for row in metrics.read_rows(file) if "test_accuracy" in row]
         options = config["train"]
         if scored and (scored[-1]["step"] == options["steps"] or 0 < options["stop_at"] <= scored[-1]["test_accuracy"]):
-            found.append(Ended(file.parent.name, config, scored))
+            found[file.parent.name] = Ended(file.parent.name, config, scored)
         else:
             going.append(file.parent.name)
     if going:
         print(f"left out, not at their end (--resume): {', '.join(going)}")
     if not found:
-        raise ValueError(f"--runs={folder}: no sub-folder is an ended run of kind {kind!r}; train some first.")
+        raise ValueError(f"--runs={folder}: no ended run of kind {kind!r} there; train some first.")
+    return [found[name] for name in sorted(found)]
+
+
+def swept_runs(folder: pathlib.Path, kind: str) -> dict[str, Ended]:
+    """Those of a sweep's results.jsonl, which is enough without the folders of its runs; of a name the last row."""
+    file, found = folder / "results.jsonl", {}
+    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+        row = json.loads(line)
+        if row["config"]["data"]["kind"] == kind and row["status"] == "finished":
+            scores = {f"test_{name}": value for name, value in row["scores"].items()}
+            found[row["name"]] = Ended(row["name"], row["config"], [{"step": row["step"], **scores}])
     return found
 
 

@@ -441,7 +441,7 @@ def test_a_report_takes_the_best_of_a_setting_and_means_over_settings_and_tasks(
     write_run(runs, "efla-memorization", 0.7, 0.8, schedule="cosine", clip_norm=1.0)
     with pytest.raises(ValueError, match="two runs are .*'efla', 'cosine', 'memorization'"):
         mad_report.read(runs)
-    with pytest.raises(ValueError, match="no sub-folder is an ended run of kind 'mad'"):
+    with pytest.raises(ValueError, match="no ended run of kind 'mad' there"):
         mad_report.read(tmp_path / "none")
 
 
@@ -451,3 +451,14 @@ def test_a_report_names_the_options_of_a_control():
     config["model"]["mixer_options"]["efla"]["step"] = "euler"
     assert finished.variant(config, mad_report.PLAIN) == "efla step=euler"
     assert set(mad_report.TASKS) == set(paper_mad.TASKS) == set(mad.TASKS)
+
+
+def test_a_report_needs_no_more_than_the_rows_of_a_sweep(tmp_path):
+    config = train.settings.plain(paper_mad.get_config("efla-memorization"))
+    row = {"name": "a", "status": "finished", "step": 400, "scores": {"accuracy": 0.2, "macro_accuracy": 0.1},
+           "config": config}  # fmt: skip
+    again = row | {"scores": {"accuracy": 0.5, "macro_accuracy": 0.4}}
+    rows = [row, again, row | {"name": "b", "status": "diverged"}]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    (found,) = mad_report.read(tmp_path)
+    assert (found["variant"], found["macro"], found["micro"], found["epochs"]) == ("efla", 0.4, 0.5, 200)
