@@ -370,14 +370,19 @@ def compute_chunk(memory: Memory, sizes: Sizes, where: tuple, turn, group, resul
     b_pairs, x = (memory.pairs.at[i] for i in at.places)
     q, k = memory.keys.at[0, tile], memory.keys.at[1 + slot, tile]
     target = b, tokens, h, pl.ds(at.tile * TILE, TILE)
-    if sizes.raw_keys:
-        kept += along_keys(memory, at, sizes)
-    gradients = read + product((b_pairs, k)), kept + product((b_pairs.T, q), (x, k), (x.T, k))
+    gradient = read + product((b_pairs, k))
 
     @pl.when(group < sizes.key_tiles)
     def _():
-        put(memory, at, gradients[0], d_q.at[target])
-        put(memory, at, gradients[1], d_k.at[target])
+        put(memory, at, gradient, d_q.at[target])
+
+    gradient_k = kept + product((b_pairs.T, q), (x, k), (x.T, k))
+    if sizes.raw_keys:
+        gradient_k += along_keys(memory, at, sizes)
+
+    @pl.when(group < sizes.key_tiles)
+    def _():
+        put(memory, at, gradient_k, d_k.at[target])
 
     meet(memory.summed)
     plgpu.barrier_arrive(memory.free_q)

@@ -11,7 +11,7 @@ from efla_jax.layers.cache import RecurrentCache, begin, fresh_cache
 from efla_jax.layers.fields import check_choice, check_dtype, check_least, head_width
 from efla_jax.layers.projections import ACTIVATIONS, gate, heads, merge_heads
 from efla_jax.layers.reading import read_delta_step
-from efla_jax.ops import delta_rule, l2_normalize
+from efla_jax.ops import delta_flow, delta_rule, l2_normalize
 from efla_jax.shapes import SegmentIds, check_chunk_size, check_heads
 
 BETA = {"sigmoid": nn.sigmoid, "softplus": nn.softplus}
@@ -99,6 +99,19 @@ class DeltaMixer(nn.Module):
         """(unit k, u, erase, log decay) of `ops.delta_rule` from raw keys, values, beta and raw log decay (or None)."""
         raise NotImplementedError("DeltaMixer is the common part; use one of layers.MIXERS.")
 
+    @nn.nowrap
+    def flow_step(self) -> str | None:
+        """The step of `ops.delta_flow` that is `coefficients` and `recurrence` in one; None: there is none. Nothing
+        comes of it in a class that has either of its own and does not say this again."""
+        return None
+
+    @nn.nowrap
+    def taken_step(self) -> str | None:
+        """`flow_step`, unless a class behind it in which it was not said again changes what it stands for."""
+        names = {"coefficients", "recurrence", "flow_step"}
+        first = next(cls for cls in type(self).__mro__ if names & vars(cls).keys())
+        return self.flow_step() if "flow_step" in vars(first) else None
+
     def log_decay(self, x: jax.Array) -> jax.Array | None:
         """Raw log decay [B, T, H] float32; None: the mixer never forgets by itself."""
         return None
@@ -115,9 +128,17 @@ class DeltaMixer(nn.Module):
         v, v_inputs = heads(self, "v", x, (value_heads, value_dim), segment_ids, inputs[2:3])
         q = l2_normalize(q) if self.query_norm == "l2" else q
         beta = self.beta(x)
-        unit_k, u, erase, log_decay = self.coefficients(k, v, beta, self.log_decay(x))
+        raw_decay, step = self.log_decay(x), self.taken_step()
+        unit_k, u, erase, log_decay = self.coefficients(k, v, beta, raw_decay)  # costs nothing where nobody asks
         read_delta_step(k, beta, erase, log_decay, segment_ids)
-        o, state = self.recurrence(x, q, unit_k, u, erase, log_decay, state, segment_ids)
+        if step is None:
+            o, state = self.recurrence(x, q, unit_k, u, erase, log_decay, state, segment_ids)
+        else:
+            o, state = delta_flow(
+                q, k, v, beta, raw_decay, step=step,
+                initial_state=state, segment_ids=segment_ids,
+                chunk_size=self.chunk_size, implementation=self.implementation,
+            )  # fmt: skip
         return merge_heads(self, o, x), RecurrentCache(q_inputs + k_inputs + v_inputs, state, segment)
 
     def recurrence(self, x, q, k, u, erase, log_decay, state, segment_ids) -> tuple[jax.Array, Any]:

@@ -24,6 +24,10 @@ class EFLA(DeltaMixer):
     def beta(self, x: jax.Array) -> jax.Array:
         return nn.softplus(self.beta_logits(x)) if self.step == "softplus_unit" else super().beta(x)
 
+    @nn.nowrap
+    def flow_step(self) -> str | None:
+        return "exact" if self.step == "exact" else None
+
     def coefficients(self, k, v, beta, log_decay):
         unit_k, u, erase = exact_flow(k, v, beta) if self.step == "exact" else flow_control(k, v, beta, self.step)
         return unit_k, u, erase, log_decay

@@ -1,6 +1,7 @@
 """Gated EFLA: the exact flow of a gated delta rule (arXiv 2512.12602, appendix D)."""
 
 import jax
+from flax import linen as nn
 
 from efla_jax.layers.decay import decay
 from efla_jax.layers.delta import DeltaMixer
@@ -28,6 +29,12 @@ class GatedEFLA(DeltaMixer):
 
     def log_decay(self, x: jax.Array) -> jax.Array:
         return decay(self, gate(self, "a_proj")(x), SLOWEST)[1]
+
+    @nn.nowrap
+    def flow_step(self) -> str | None:
+        if self.normalize_keys:
+            return None
+        return "exact" if self.step == "split" else "gated_exact"
 
     def coefficients(self, k, v, beta, log_decay):
         k = l2_normalize(k) if self.normalize_keys else k
