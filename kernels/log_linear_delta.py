@@ -17,7 +17,8 @@ the others, so that the time is as parallel as the heads. K = V here: the glue p
 
 nodes    a block, and one of (N, S): with Z = (-e K, out U) of both chunks, M1 = X1 Z1, M2 = X2 (Z2 - e K2 K1^T M1),
          (N, S) = K1^T M1 + K2^T M2.
-The tree over nodes is XLA's, as runs are 128 times fewer than tokens; the reads are in `log_linear_delta_read.py`.
+The tree over nodes is in `log_linear_delta_tree.py`, the reads in `log_linear_delta_read.py`, the gradients of these in
+`log_linear_delta_gradients.py` and of what is inside a block in `log_linear_delta_inside.py`.
 """
 
 import dataclasses

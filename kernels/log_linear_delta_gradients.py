@@ -37,7 +37,7 @@ from efla_jax.kernels.log_linear_delta_read import (
     LOADER_REGISTERS,
     Task,
     half_of,
-    node_number,
+    load_node,
     reader_number,
 )
 from efla_jax.kernels.mosaic import (
@@ -97,7 +97,7 @@ def ring_drain(barrier, total, count: int) -> None:
     lax.fori_loop(lax.max(total - count, 0), total, released, None)
 
 
-def load_descent(task: Task, d_o, gates, changes, states, kept, memory: Memory) -> None:
+def load_descent(task: Task, d_o, gates, kept, levels: tuple, memory: Memory) -> None:
     """The loading warpgroup of `descend`: dO; then by node S, Q and, but for the first, N."""
     ring, live, half = memory.nodes.shape[0], task.live, half_of(task.sizes)
     for chunk in range(CHUNKS):
@@ -105,16 +105,15 @@ def load_descent(task: Task, d_o, gates, changes, states, kept, memory: Memory) 
     gate_row = task.block * task.sizes.heads + task.head
     plgpu.copy_gmem_to_smem(gates.at[task.row, gate_row], memory.gates, memory.loaded)
 
-    def node(source, number, before):
-        ring_wait(memory.empty, number, ring)
-        place = lax.rem(number, ring)
-        here = source.at[task.row, node_number(before, task.nodes), task.head]
-        plgpu.copy_gmem_to_smem(here, memory.nodes.at[place], memory.full.at[place])
+    def node(kind: int, place_number, number, before):
+        ring_wait(memory.empty, place_number, ring)
+        place = lax.rem(place_number, ring)
+        load_node(task, levels, kind, number, before, memory.nodes.at[place], memory.full.at[place])
 
     def level(m, left):
         number = highest_level(left)
         before = (task.block >> number) << number  # where the node ends
-        node(states, lax.max(2 * m - 1, 0), before)
+        node(1, lax.max(2 * m - 1, 0), number, before)
         ring_wait(memory.q_empty, m, 1)
         first = reader_number(task.block, number, half) * BLOCK
         for chunk in range(CHUNKS):
@@ -123,7 +122,7 @@ def load_descent(task: Task, d_o, gates, changes, states, kept, memory: Memory) 
 
         @pl.when(m > 0)
         def _():
-            node(changes, 2 * m, before)
+            node(0, 2 * m, number, before)
 
         return left ^ (1 << number)
 
@@ -187,7 +186,7 @@ def descend_program(task: Task, memory: Memory, results, left, interpret) -> Non
 
 
 @narrow_indices()
-def descend(d_o, gates, changes, states, kept, *, sizes: Sizes, config: Config, interpret=None) -> tuple:
+def descend(d_o, gates, kept, levels: tuple, *, sizes: Sizes, config: Config, interpret=None) -> tuple:
     """(dQ [B, T, H, K] of the queries that leave their block, those behind every node like `kept`, dc
     [B, N, H, depth, 128] float32). Undefined where a block does not read a level or reads it last.
 
@@ -206,16 +205,16 @@ def descend(d_o, gates, changes, states, kept, *, sizes: Sizes, config: Config, 
         plgpu.Barrier(num_arrivals=CHUNKS, num_barriers=1),
         plgpu.Barrier(num_arrivals=GROUPS, num_barriers=1),
     ]
-    count = changes.shape[1]
 
-    def log_linear_delta_descend(d_o, gates, changes, states, kept, *refs):
+    def log_linear_delta_descend(d_o, gates, kept, *refs):
+        nodes, refs = refs[: len(levels)], refs[len(levels) :]
         results, own, left = refs[:3], Memory(*refs[3 : 3 + len(memory)]), refs[3 + len(memory) :]
-        task, group = Task.here(sizes, count), lax.axis_index("group")
+        task, group = Task.here(sizes), lax.axis_index("group")
 
         @pl.when(group == GROUPS)
         def _():
             plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
-            load_descent(task, d_o, gates, changes, states, kept, own)
+            load_descent(task, d_o, gates, kept, nodes, own)
 
         @pl.when(group < GROUPS)
         def _():
@@ -237,7 +236,7 @@ def descend(d_o, gates, changes, states, kept, *, sizes: Sizes, config: Config, 
         thread_name="group",
         compiler_params=parameters(config.automatic_barriers),
         interpret=interpret,
-    )(d_o, gates.reshape(sizes.batch, -1, *gates.shape[3:]), changes, states, kept)
+    )(d_o, gates.reshape(sizes.batch, -1, *gates.shape[3:]), kept, *levels)
     return d_q, d_kept, sums.reshape(sizes.batch, sizes.blocks, sizes.heads, depth, BLOCK)
 
 
@@ -389,18 +388,20 @@ def part_sums(x: tuple, sizes: Sizes, levels: range, count: int, config: Config,
 
 
 @narrow_indices()
-def sums(d_o, gates, kept, d_kept, nodes: int, *, sizes: Sizes, config: Config, interpret=None) -> jax.Array:
-    """(dN, dS) [B, P, H, 2, K, K] float32 of the `nodes` = P nodes, as `read_out` has them; arguments as in `descend`
-    and what it returns."""
+def sums(d_o, gates, kept, d_kept, *, sizes: Sizes, config: Config, interpret=None) -> list[jax.Array]:
+    """By level the cotangents (dN, dS) [B, P, H, 2, K, K] of the nodes that are read, every other one, and zeros of any
+    beyond them. Arguments as in `descend`, and what it returns."""
     x = d_o, gates.reshape(sizes.batch, -1, *gates.shape[3:]), kept, d_kept
-    found, half, lowest = [], half_of(sizes), 0
-    while lowest < sizes.depth:
+    found: list[jax.Array] = []
+    while len(found) < sizes.depth:
+        lowest, half = len(found), half_of(sizes)
         count = min(1 << lowest, SPAN)
         levels = range(lowest, lowest + 1 if count < SPAN else sizes.depth)
         parts = part_sums(x, sizes, levels, count, config, interpret)
+        if count < SPAN:
+            found.append(parts)
+            continue
         for level, own in zip(levels, jnp.split(parts, len(levels), axis=1), strict=True):
-            own = own.reshape(sizes.batch, half >> level, -1, *own.shape[2:]).astype(f32).sum(2)
-            found.append(own[:, : ((nodes >> level) + 1) // 2])
-        lowest = levels[-1] + 1
-    unread = nodes - sum(x.shape[1] for x in found)
-    return jnp.concatenate([*found, jnp.zeros((sizes.batch, unread, *found[0].shape[2:]), f32)], axis=1)
+            own = own.reshape(sizes.batch, half >> level, -1, *own.shape[2:])
+            found.append(jnp.sum(own, axis=2, dtype=f32).astype(own.dtype))
+    return found

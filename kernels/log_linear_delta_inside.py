@@ -322,7 +322,7 @@ class NodeMemory(NamedTuple):
 
 
 def load_node(refs: tuple, memory: NodeMemory, place: tuple, sizes: Sizes) -> None:
-    (k, u, inverse, vectors, d_nodes), (row, block, head, kind) = refs, place
+    (k, u, inverse, vectors, *d_nodes), (row, block, head, kind) = refs, place
     g = sizes.key_head(head)
 
     def start(from_, to) -> None:
@@ -342,7 +342,18 @@ def load_node(refs: tuple, memory: NodeMemory, place: tuple, sizes: Sizes) -> No
             start(u.at[row, tokens, head], memory.values.at[chunk])
 
     start(vectors.at[row, block * sizes.heads + head], memory.vectors)
-    start(d_nodes.at[kind, row, block, head], memory.cotangent)
+    pair, odd = lax.div(block, 2), lax.rem(block, 2)
+
+    @pl.when(odd == 0)
+    def _():
+        start(d_nodes[0].at[kind, row, pair, head], memory.cotangent)
+
+    for number, source in enumerate(d_nodes[1:]):
+
+        @pl.when((odd == 1) & (kind == number))
+        def _(source=source):
+            start(source.at[0, row, pair, head], memory.cotangent)
+
     plgpu.barrier_wait(memory.loaded)
 
 
@@ -413,15 +424,18 @@ def node_gradients_of(memory: NodeMemory, kind, d_k: tuple, d_u: tuple, interpre
 
 
 @narrow_indices()
-def node_gradients(k, u, inverse, vectors, d_nodes, *, config: Config, interpret=None) -> tuple:
+def node_gradients(k, u, inverse, vectors, d_nodes: tuple, *, config: Config, interpret=None) -> tuple:
     """(dk [2, B, T, H, K], its two terms; du [B, T, H, K]; d_vectors [B, N, H, 2, 128] float32) of `nodes`.
 
-    d_nodes [2, B, N, H, K, K] in the dtype of k; the rest as in `nodes`."""
+    d_nodes, in the dtype of k: (dN, dS) [2, B, P, H, K, K] of every other block, then dN and dS [1, B, P', H, K, K] of
+    the rest, if there are any; the rest as in `nodes`."""
     sizes, dtype = Sizes.of(k, u), k.dtype
     tokens, square = shared(CHUNKS, CHUNK, sizes.dim, dtype=dtype), shared(*SQUARE, dtype=dtype)
 
+    count = 4 + len(d_nodes)
+
     def log_linear_delta_node_gradients(*refs):
-        inputs, (d_k, d_u, sums), scratch = refs[:5], refs[5:8], refs[8:]
+        inputs, (d_k, d_u, sums), scratch = refs[:count], refs[count : count + 3], refs[count + 3 :]
         memory = NodeMemory(*scratch)
         row, block, pair = (lax.axis_index(name) for name in ("row", "block", "pair"))
         head, kind = lax.div(pair, 2), lax.rem(pair, 2)
@@ -456,6 +470,6 @@ def node_gradients(k, u, inverse, vectors, d_nodes, *, config: Config, interpret
         grid_names=("row", "block", "pair"),
         compiler_params=parameters(config.automatic_barriers),
         interpret=interpret,
-    )(k, u, inverse, vectors.reshape(sizes.batch, -1, 2, BLOCK), d_nodes)
+    )(k, u, inverse, vectors.reshape(sizes.batch, -1, 2, BLOCK), *d_nodes)
     of_vectors = jnp.stack([sums[0, :, :, 0] + sums[0, :, :, 1] + sums[1, :, :, 1], sums[1, :, :, 0]], axis=2)
     return d_k, d_u, of_vectors.reshape(vectors.shape)

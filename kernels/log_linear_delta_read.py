@@ -4,7 +4,7 @@ read       a block of a head: a chunk per compute warpgroup, with its queries an
            block, then over the nodes that the block reads, nearest first. A third warpgroup only issues loads.
 queries    the same walk without outputs, which keeps the queries that meet each node: what the gradients are made of.
 
-Nodes lie level by level, of each level those that are read: of runs of 2^j blocks every other one.
+The nodes of a level are all runs of 2^j blocks in order, of which every other one is read.
 """
 
 from typing import Any, NamedTuple
@@ -50,16 +50,15 @@ SHARED_MEMORY = 227 * 1024  # bytes that a program may use on a Hopper GPU
 
 
 class Inputs(NamedTuple):
-    """In global memory: q, k [B, T, G, K], u [B, T, H, K] or None, X [B, H, T, 64], gates [B, N H, rows, 128], N and S
-    [B, P, H, K, K] of the nodes (S or None)."""
+    """In global memory: q, k [B, T, G, K], u [B, T, H, K] or None, X [B, H, T, 64], gates [B, N H, rows, 128], and by
+    level the nodes [2 or 4, B, P, H, K, K] (N, S, ...)."""
 
     q: Any
     k: Any
     u: Any
     inverse: Any
     gates: Any
-    changes: Any
-    states: Any
+    levels: tuple
 
 
 class Memory(NamedTuple):
@@ -78,18 +77,17 @@ class Memory(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A program: row of the batch, block, head; all `nodes`, of which a block reads `live`."""
+    """A program: row of the batch, block, head; a block reads `live` nodes."""
 
     row: Any
     block: Any
     head: Any
     sizes: Sizes
-    nodes: int
 
     @classmethod
-    def here(cls, sizes: Sizes, count: int) -> "Task":
+    def here(cls, sizes: Sizes) -> "Task":
         row, block, head = (lax.axis_index(name) for name in ("row", "block", "head"))
-        return cls(row, block, head, sizes, count)
+        return cls(row, block, head, sizes)
 
     @property
     def live(self):
@@ -108,10 +106,14 @@ def without_lowest(block):
     return block & (block - 1)
 
 
-def node_number(block, count: int):
-    """Where the node that ends before this block, of its lowest set bit's level, is among all."""
-    level = lowest_level(block)
-    return count - (count >> level) + (block >> (level + 1))
+def load_node(task: Task, levels: tuple, kind: int, level, end, target, barrier) -> None:
+    """Load N (kind 0) or S (1) of the node of a level that ends before the block `end`."""
+    for number, nodes in enumerate(levels):
+
+        @pl.when(level == number)
+        def _(number=number, nodes=nodes):
+            source = nodes.at[kind, task.row, (end >> number) - 1, task.head]
+            plgpu.copy_gmem_to_smem(source, target, barrier)
 
 
 def memory_for(sizes: Sizes, config: Config, dtype, rows: int, values: bool) -> tuple[list, int]:
@@ -163,21 +165,21 @@ def load(task: Task, x: Inputs, memory: Memory) -> None:
             plgpu.copy_gmem_to_smem(x.u.at[task.row, tokens, task.head], memory.u.at[chunk], memory.loaded)
     gates = x.gates.at[task.row, task.block * task.sizes.heads + task.head]
     plgpu.copy_gmem_to_smem(gates, memory.gates, memory.loaded)
-    live, both = task.live, 1 + (x.states is not None)
+    live, both = task.live, 1 + (x.u is not None)
 
-    def node(source, number, block):
+    def node(kind: int, number, block):
         wait_for_release(memory, number)
         place = lax.rem(number, ring)
-        here = source.at[task.row, node_number(block, task.nodes), task.head]
-        plgpu.copy_gmem_to_smem(here, memory.nodes.at[place], memory.full.at[place])
+        here = memory.nodes.at[place], memory.full.at[place]
+        load_node(task, x.levels, kind, lowest_level(block), block, *here)
 
     def level(m, block):
-        if x.states is not None:
-            node(x.states, both * m, block)
+        if x.u is not None:
+            node(1, both * m, block)
 
         @pl.when(m < live - 1)
         def _():
-            node(x.changes, both * m + both - 1, block)
+            node(0, both * m + both - 1, block)
 
         return without_lowest(block)
 
@@ -307,20 +309,19 @@ def query_program(task: Task, memory: Memory, results, left, interpret) -> None:
         put(q, kept.at[task.row, pl.ds(number * BLOCK + group * CHUNK, CHUNK), task.head])
 
 
-def launch(name: str, compute, x: Inputs, out, config: Config, sizes: Sizes, count: int, scratch: list, interpret):
+def launch(name: str, compute, x: Inputs, out, config: Config, sizes: Sizes, scratch: list, interpret):
     """Run compute(task, memory, results, scratch) by two warpgroups of every program, `load` by a third."""
     dtype, values = x.k.dtype, x.u is not None
     memory, _ = memory_for(sizes, config, dtype, x.gates.shape[2], values)
-    arrays, there = [a for a in x if a is not None], [a is not None for a in x]
+    arrays, tree = jax.tree.flatten(x)
 
     def body(*refs):
-        arguments, refs = iter(refs[: len(arrays)]), refs[len(arrays) :]
-        inputs = Inputs(*(next(arguments) if used else None for used in there))
+        inputs, refs = jax.tree.unflatten(tree, refs[: len(arrays)]), refs[len(arrays) :]
         results, refs = refs[: len(out)], refs[len(out) :]
         own, refs = list(refs[: len(memory)]), refs[len(memory) :]
         if not values:
             own.insert(2, None)
-        task, group = Task.here(sizes, count), lax.axis_index("group")
+        task, group = Task.here(sizes), lax.axis_index("group")
 
         @pl.when(group == GROUPS)
         def _():
@@ -348,24 +349,25 @@ def launch(name: str, compute, x: Inputs, out, config: Config, sizes: Sizes, cou
 
 
 @narrow_indices()
-def read_out(q, k, u, inverse, gates, changes, states, *, config: Config, interpret=None) -> jax.Array:
+def read_out(q, k, u, inverse, gates, levels: tuple, *, config: Config, interpret=None) -> jax.Array:
     """O [B, T, H, K] in the dtype of u.
 
     q, k [B, T, G, K], u [B, T, H, K], X = inverse [B, H, T, 64] of one 16-bit dtype, T a multiple of 128; gates
-    [B, T / 128, H, rows, 128] float32; N and S of the nodes [B, P, H, K, K] of that dtype."""
+    [B, T / 128, H, rows, 128] float32; levels: the nodes of each level that is read, [2 or 4, B, P, H, K, K] (N, S, and
+    what is of no account here)."""
     sizes, dtype = Sizes.of(k, u), u.dtype
     left = staging([(CHUNK, sizes.dim), (CHUNK, CHUNK)], dtype, interpret, GROUPS)
 
     def program(task, memory, results, scratch):
         read_program(task, memory, results[0], scratch if interpret is not None else (None, None), interpret)
 
-    x = Inputs(q, k, u, inverse, gates.reshape(sizes.batch, -1, *gates.shape[3:]), changes, states)
+    x = Inputs(q, k, u, inverse, gates.reshape(sizes.batch, -1, *gates.shape[3:]), levels)
     out = [jax.ShapeDtypeStruct(u.shape, dtype)]
-    return launch("log_linear_delta_read", program, x, out, config, sizes, changes.shape[1], left, interpret)[0]
+    return launch("log_linear_delta_read", program, x, out, config, sizes, left, interpret)[0]
 
 
 @narrow_indices()
-def queries(q, k, inverse, gates, changes, *, config: Config, interpret=None) -> tuple[jax.Array, jax.Array]:
+def queries(q, k, inverse, gates, levels: tuple, *, config: Config, interpret=None) -> tuple[jax.Array, jax.Array]:
     """(Q that meet each node, [B, depth half 128, H, K], blocks as in `reader_number`; Q between a block's second chunk
     and its first, [B, T / 2, H, K]), as `read_out` has them on its way. Undefined beyond the last block."""
     heads = inverse.shape[1]
@@ -375,9 +377,8 @@ def queries(q, k, inverse, gates, changes, *, config: Config, interpret=None) ->
     def program(task, memory, results, scratch):
         query_program(task, memory, results, scratch if interpret is not None else (None, None), interpret)
 
-    x = Inputs(q, k, None, inverse, gates.reshape(sizes.batch, -1, *gates.shape[3:]), changes, None)
+    x = Inputs(q, k, None, inverse, gates.reshape(sizes.batch, -1, *gates.shape[3:]), levels)
     kept = sizes.batch, max(sizes.depth, 1) * half_of(sizes) * BLOCK, heads, sizes.dim
     between = sizes.batch, sizes.blocks * CHUNK, heads, sizes.dim
     out = [jax.ShapeDtypeStruct(shape, dtype) for shape in (kept, between)]
-    name, count = "log_linear_delta_queries", changes.shape[1]
-    return tuple(launch(name, program, x, out, config, sizes, count, left, interpret))
+    return tuple(launch("log_linear_delta_queries", program, x, out, config, sizes, left, interpret))

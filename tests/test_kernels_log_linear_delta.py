@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402
 
 from efla_jax import ops  # noqa: E402
 from efla_jax.kernels import log_linear_delta as kernel  # noqa: E402
+from efla_jax.kernels import log_linear_delta_gradients as gradients  # noqa: E402
 from efla_jax.kernels import log_linear_delta_read as reads  # noqa: E402
 from efla_jax.ops import pallas_log_linear_delta  # noqa: E402
 from efla_jax.ops.fenwick import fenwick, fenwick_level, init_fenwick_state  # noqa: E402
@@ -82,8 +83,8 @@ def compare(arguments, cotangents, config=CONFIG):
     """The kernels' results, once they are as right as the chunked form."""
     results = compiled(config)(arguments, cotangents)
     zero = jnp.zeros_like(cotangents[1])
-    out, gradients = fenwick_and_gradients((*arguments, zero), None, np.zeros(zero.shape[0], np.int32), cotangents)
-    truth = *out, *gradients[:6]
+    out, slopes = fenwick_and_gradients((*arguments, zero), None, np.zeros(zero.shape[0], np.int32), cotangents)
+    truth = *out, *slopes[:6]
     errors = {n: relative_rms(r, t) for n, r, t in zip(NAMES, results, truth, strict=True)}
     bounds = dict.fromkeys(NAMES, FLOAT16)
     if arguments[2].dtype == jnp.bfloat16:
@@ -115,22 +116,31 @@ def test_every_shape(shape):
     compare(*case("cosine 0.9", shape, 12))
 
 
-def test_blocks_read_the_nodes_of_their_bits():
-    """Number and level of every node that a block reads, against the levels of tokens."""
-    for count in (1, 2, 3, 5, 8, 13):
-        numbers = {}
-        for j in range(count.bit_length()):
-            for m in range(0, count >> j, 2):
-                numbers[(m + 1) << j, j] = len(numbers)
-        assert len(numbers) == count
-        for block in range(count + 1):
-            left = block
-            while left:
-                level = int(reads.lowest_level(jnp.int32(left)))
-                assert int(reads.node_number(jnp.int32(left), count)) == numbers[left, level]
-                first = left - (1 << level)
-                assert set(fenwick_level(block, np.arange(first, left)).tolist()) == {level + 1}
-                left = int(reads.without_lowest(left))
+@pytest.mark.parametrize("count", (1, 2, 5, 8, 13, 32))
+def test_blocks_read_the_nodes_of_their_bits(count):
+    """The level of every node that a block reads, against the levels of tokens; and every reader counted once, by the
+    block that reads and by the program that sums over a node's readers."""
+    sizes, found = kernel.Sizes(1, count, 1, 1, 64), {}
+    half = reads.half_of(sizes)
+    for block in range(count):
+        left = block
+        while left:
+            level = int(reads.lowest_level(jnp.int32(left)))
+            first = left - (1 << level)
+            assert ((left >> level) - 1) % 2 == 0
+            assert set(fenwick_level(block, np.arange(first, left)).tolist()) == {level + 1}
+            found[int(reads.reader_number(block, level, half))] = level, block, first >> level
+            left = int(reads.without_lowest(left))
+    summed = {}
+    for level in range(sizes.depth):
+        each = min(1 << level, gradients.SPAN)
+        for program in range(half // each):
+            readers = gradients.Readers.of(jnp.int32(program), sizes, level, each)
+            for i in range(int(readers.valid)):
+                block, node = int(readers.block(i)), 2 * (program * each >> level)
+                assert bool(readers.first) == (node == 0)
+                summed[level * half + int(readers.start) + i] = level, block, node
+    assert summed == found and len(found) == sum(block.bit_count() for block in range(count))
 
 
 def test_what_the_kernels_do_not_serve_is_named():
@@ -176,16 +186,20 @@ def lowered(sizes, dtype, config):
     return lower_cuda(run, (keys, keys, values, gates, gates, weights), (values, states))
 
 
-# Of value and gradients: the inverse, the nodes, the reads; the queries, the descent, the sums over one, two, four and
-# more readers; the steps of first chunks and of all; the nodes' gradients.
-KERNELS = 3 + 2 + 4 + 2 + 1
+def kernels(time: int) -> int:
+    """Of value and gradients: the inverse, the nodes, the reads; the queries, the descent, the sums over one, two, four
+    and more readers; the steps of first chunks and of all, the nodes' gradients; of every level a merge and its two
+    gradients."""
+    blocks = time // 128
+    depth = (blocks - 1).bit_length()
+    return 3 + 1 + (depth > 0) + min(depth, 4) + 3 + 3 * (blocks.bit_length() - 1)
 
 
 @pytest.mark.parametrize("row", kernel.TABLE, ids=str)
 def test_every_row_of_the_table_lowers(row):
     _, key_dim, dtype = row
     sizes = 1, 32768, 16, 16, key_dim, key_dim, 17
-    assert mosaic_calls(lowered(sizes, jnp.dtype(dtype), kernel.TABLE[row])) == KERNELS
+    assert mosaic_calls(lowered(sizes, jnp.dtype(dtype), kernel.TABLE[row])) == kernels(32768)
 
 
 @pytest.mark.slow
@@ -196,7 +210,7 @@ def test_the_safe_row_lowers_for_every_size(key_dim, dtype):
     for value_dim, time in ((64, 300), (128, 1 << 20), (192, 256)):
         for key_heads, heads in ((1, 1), (1, 3), (2, 8)):
             sizes = 1, time, key_heads, heads, key_dim, value_dim, 21
-            assert mosaic_calls(lowered(sizes, jnp.dtype(dtype), kernel.SAFE)) == KERNELS
+            assert mosaic_calls(lowered(sizes, jnp.dtype(dtype), kernel.SAFE)) == kernels(time)
 
 
 @pytest.mark.slow

@@ -1,9 +1,9 @@
 """The log-linear delta rule through GPU kernels: which input they serve, and all that XLA does around them.
 
-The kernels make the nodes of blocks of 128 tokens and read the tree (see `kernels/log_linear_delta.py`); made here are
-the tree over the nodes and each token's coefficient for each node that it reads. What is left of a row behind its whole
-blocks goes through "chunked". Channels of the values do not mix: they are filled up to whole tiles of K, and tiles
-become heads that share their gates.
+The kernels make the nodes of blocks of 128 tokens, the tree over them, and read it (see `kernels/log_linear_delta.py`);
+made here are the gates, and each token's coefficient for each node that it reads. What is left of a row behind its
+whole blocks goes through "chunked". Channels of the values do not mix: they are filled up to whole tiles of K, and
+tiles become heads that share their gates.
 """
 
 import functools
@@ -40,49 +40,36 @@ class Arguments(NamedTuple):
     weights: jax.Array
 
 
-class Run(NamedTuple):
-    """A run of blocks, behind which a state is decay (I + N) state + S: N, S [B, H, K, K] and log decay [B, H]."""
-
-    change: jax.Array
-    state: jax.Array
-    decay: jax.Array
-
-
-def merge_pairs(dtype, changes, states, sums) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Runs [B, 2 P, ...] two by two; float32."""
-    (left, right), (first, second), (before, fades) = ((x[:, 0::2], x[:, 1::2]) for x in (changes, states, sums))
-    faded = jnp.exp(fades)[..., None, None] * first
-    narrow = right.astype(dtype)  # kept for the gradient, as are the others
-    state = faded + second + times(dtype, "bnhkl,bnhlv->bnhkv", narrow, faded.astype(dtype))
-    change = left.astype(jnp.float32) + right + times(dtype, "bnhkl,bnhlv->bnhkv", narrow, left.astype(dtype))
-    return change, state, before + fades
+def fading(sums: jax.Array) -> list[jax.Array]:
+    """By level the log decays [B, P, H] over the right halves of pairs of runs, from those of single blocks."""
+    found = []
+    while sums.shape[1] > 1:
+        right = sums[:, 1::2]
+        found.append(right)
+        sums = sums[:, : 2 * right.shape[1] : 2] + right
+    return found
 
 
-def tree(nodes: jax.Array, sums: jax.Array) -> tuple[jax.Array, jax.Array, dict[int, Run]]:
-    """N and S [B, P, H, K, K] of the runs that are read, level by level, from those of P blocks [2, B, P, H, K, K] and
-    their sums of log decays [B, P, H]; and by level the last run of an odd number of them."""
-    (changes, states), dtype, kept, odd, level = nodes, nodes.dtype, [], {}, 0
-    while count := states.shape[1]:
-        kept.append((changes[:, ::2].astype(dtype), states[:, ::2].astype(dtype)))
+def run_decays(sums: jax.Array) -> dict[int, jax.Array]:
+    """By level the log decay [B, H] of the last run, where their number is odd."""
+    found, level = {}, 0
+    while count := sums.shape[1]:
         if count % 2:
-            odd[level] = Run(*(x[:, -1].astype(jnp.float32) for x in (changes, states, sums)))
-            changes, states, sums = (x[:, :-1] for x in (changes, states, sums))
-        if count > 1:
-            changes, states, sums = merge_pairs(dtype, changes, states, sums)
-            level += 1
-    every_change, every_state = (jnp.concatenate(levels, axis=1) for levels in zip(*kept, strict=True))
-    return every_change, every_state, odd
+            found[level] = sums[:, -1]
+        sums, level = sums[:, : count // 2 * 2 : 2] + sums[:, 1::2], level + 1
+    return found
 
 
-def last_states(dtype, odd: dict[int, Run], levels: int) -> jax.Array:
-    """[B, H, L, K, K] behind the last block: every run's state, taken over the smaller runs behind it."""
+def last_states(dtype, runs: dict[int, tuple], decays: dict[int, jax.Array], levels: int) -> jax.Array:
+    """[B, H, L, K, K] behind the last block: every last run's state, taken over the smaller runs behind it. runs: by
+    level its (N, S) [B, H, K, K] float32."""
     states: dict[int, jax.Array] = {}
-    for level in sorted(odd, reverse=True):
-        run = odd[level]
+    for level in sorted(runs, reverse=True):
+        change, own = runs[level]
         for other, state in states.items():
-            state = jnp.exp(run.decay)[..., None, None] * state
-            states[other] = state + times(dtype, "bhkl,bhlv->bhkv", run.change, state)
-        states[level] = run.state
+            state = jnp.exp(decays[level])[..., None, None] * state
+            states[other] = state + times(dtype, "bhkl,bhlv->bhkv", change, state)
+        states[level] = own
     lowest = min(INSIDE, levels - 1)
     return in_slots({level: state[:, :, None, None] for level, state in states.items()}, lowest, levels)
 
@@ -102,73 +89,101 @@ def gate_rows(total, erase, weights, since: list[jax.Array]) -> jax.Array:
     return jnp.concatenate(rows, axis=3)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def block_nodes(k, u, inverse, vectors, config, interpret) -> jax.Array:
-    """The kernels' `nodes`. The gradients of k and of -e in `vectors` are those through the inverse, too."""
-    from efla_jax.kernels import log_linear_delta as kernel
-
-    return kernel.nodes(k, u, inverse, vectors, config=config, interpret=interpret)
-
-
-def _nodes_forward(k, u, inverse, vectors, config, interpret):
-    return block_nodes(k, u, inverse, vectors, config, interpret), (k, u, inverse, vectors)
-
-
-def _nodes_backward(config, interpret, saved, d_nodes):
-    from efla_jax.kernels import log_linear_delta_inside as kernel
-
-    k, _, inverse, _ = saved
-    d_k, d_u, d_vectors = kernel.node_gradients(*saved, d_nodes, config=config, interpret=interpret)
-    return of_key_heads(sum_of(d_k), k), d_u, jnp.zeros_like(inverse), d_vectors
-
-
-block_nodes.defvjp(_nodes_forward, _nodes_backward)
-
-
 def sum_of(terms) -> jax.Array:
     """Sum in float32."""
     return functools.reduce(jnp.add, (term.astype(jnp.float32) for term in terms))
 
 
+def whole(nodes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(N, S) [..., H, K, K] float32 of nodes [2 or 4, ...], those of 4 with what they were rounded by."""
+    parts = nodes.astype(jnp.float32)
+    return tuple(parts[:2] if nodes.shape[0] == 2 else parts[:2] + parts[2:])
+
+
+def rounded(pair: tuple, dtype, both: bool) -> jax.Array:
+    """[2, ...] of two arrays [...], or [4, ...] with what they were rounded by."""
+    exact = jnp.stack(pair)
+    narrow = exact.astype(dtype)
+    return jnp.concatenate([narrow, (exact - narrow.astype(jnp.float32)).astype(dtype)]) if both else narrow
+
+
+def made(q, k, u, inverse, gates, vectors, fades, config, interpret) -> tuple:
+    """(o, by level the (N, S) [B, H, K, K] float32 of the last run of an odd number), and the nodes of every level."""
+    from efla_jax.kernels import log_linear_delta, log_linear_delta_read, log_linear_delta_tree
+
+    options = dict(config=config, interpret=interpret)
+    levels = [log_linear_delta.nodes(k, u, inverse, vectors, **options)]
+    for fade in fades:
+        levels.append(log_linear_delta_tree.merge(levels[-1], jnp.exp(fade), **options))
+    depth = log_linear_delta.Sizes.of(k, u).depth
+    o = log_linear_delta_read.read_out(q, k, u, inverse, gates, tuple(levels[:depth]), **options)
+    runs = {level: whole(nodes[:, :, -1]) for level, nodes in enumerate(levels) if nodes.shape[2] % 2}
+    return (o, runs), levels
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
-def read_out(q, k, u, inverse, gates, changes, states, config, interpret) -> jax.Array:
-    """The kernels' `read_out`. The gradients of k and of -e in `gates` are those through the inverse, too."""
-    from efla_jax.kernels import log_linear_delta_read as kernel
+def solve(q, k, u, inverse, gates, vectors, fades, config, interpret) -> tuple:
+    """(o [B, T, H, K], by level the (N, S) [B, H, K, K] float32 of the last run of an odd number of them).
 
-    return kernel.read_out(q, k, u, inverse, gates, changes, states, config=config, interpret=interpret)
-
-
-def _read_forward(*arguments):
-    return read_out(*arguments), arguments[:7]
+    In the kernels' layout (see `kernels/log_linear_delta.py`); fades: `fading`. The gradients of k and of e, which is
+    in gates and vectors, are those through the inverse, too. interpret: parameters of Mosaic's interpreter, or None."""
+    return made(q, k, u, inverse, gates, vectors, fades, config, interpret)[0]
 
 
-def _read_backward(config, interpret, saved, d_o):
-    from efla_jax.kernels import log_linear_delta as kernel
+def _forward(*arguments):
+    out, levels = made(*arguments)
+    return out, (arguments[:7], levels)
+
+
+def _backward(config, interpret, saved, cotangents):
     from efla_jax.kernels import log_linear_delta_gradients, log_linear_delta_inside, log_linear_delta_read
+    from efla_jax.kernels.log_linear_delta import Sizes
 
-    q, k, u, inverse, gates, changes, states = saved
-    options, sizes = dict(config=config, interpret=interpret), kernel.Sizes.of(k, u)
-    kept, between = log_linear_delta_read.queries(q, k, inverse, gates, changes, **options)
-    d_q, d_changes, d_states, d_reads = jnp.zeros_like(u), jnp.zeros_like(changes), jnp.zeros_like(states), None
+    ((q, k, u, inverse, gates, vectors, fades), levels), (d_o, d_runs) = saved, cotangents
+    options, sizes = dict(config=config, interpret=interpret), Sizes.of(k, u)
+    read = tuple(levels[: sizes.depth])
+    kept, between = log_linear_delta_read.queries(q, k, inverse, gates, read, **options)
+    d_q, d_reads, d_levels = jnp.zeros_like(u), None, []
     if sizes.depth:
-        arguments = d_o, gates, changes, states, kept
-        d_q, d_kept, d_reads = log_linear_delta_gradients.descend(*arguments, sizes=sizes, **options)
-        arguments = d_o, gates, kept, d_kept, changes.shape[1]
-        d_nodes = log_linear_delta_gradients.sums(*arguments, sizes=sizes, **options).astype(changes.dtype)
-        d_changes, d_states = d_nodes[:, :, :, 0], d_nodes[:, :, :, 1]
-    arguments = q, k, u, inverse, gates, between, d_o, d_q
-    d_q, d_k, d_u, d_gates = log_linear_delta_inside.inside_gradients(*arguments, **options)
-    # G is in units of ln 2; a select, since nothing is written where a block reads no node.
-    d_gates = d_gates.at[:, :, :, 0].multiply(LN2)
-    if d_reads is not None:
+        d_q, d_kept, d_reads = log_linear_delta_gradients.descend(d_o, gates, kept, read, sizes=sizes, **options)
+        d_levels = log_linear_delta_gradients.sums(d_o, gates, kept, d_kept, sizes=sizes, **options)
+    d_nodes, d_fades = back_to_blocks(levels, fades, d_levels, d_runs, options)
+    d_q, d_k, d_u, d_gates = log_linear_delta_inside.inside_gradients(
+        q, k, u, inverse, gates, between, d_o, d_q, **options
+    )
+    d_k_nodes, d_u_nodes, d_vectors = log_linear_delta_inside.node_gradients(k, u, inverse, vectors, d_nodes, **options)
+    d_gates = d_gates.at[:, :, :, 0].multiply(LN2)  # G is in units of ln 2
+    if d_reads is not None:  # a select, since nothing is written where a block reads no node
         live = (np.arange(sizes.blocks)[:, None] >> np.arange(sizes.depth) & 1 == 1)[None, :, None, :, None]
         d_gates = jnp.concatenate([d_gates, jnp.where(live, d_reads, 0.0)], axis=3)
-    d_k, d_u = (with_first_chunks(*terms) for terms in (d_k, d_u))
-    gradients = of_key_heads(d_q, q), of_key_heads(d_k, k), d_u.astype(u.dtype)
-    return *gradients, jnp.zeros_like(inverse), d_gates, d_changes, d_states
+    d_k = sum_of((with_first_chunks(*d_k), *d_k_nodes)).astype(k.dtype if k.shape == u.shape else jnp.float32)
+    d_u = sum_of((with_first_chunks(*d_u), d_u_nodes)).astype(u.dtype)
+    return of_key_heads(d_q, q), of_key_heads(d_k, k), d_u, jnp.zeros_like(inverse), d_gates, d_vectors, d_fades
 
 
-read_out.defvjp(_read_forward, _read_backward)
+solve.defvjp(_forward, _backward)
+
+
+def back_to_blocks(levels: list, fades: list, d_levels: list, d_runs: dict, options: dict) -> tuple[tuple, list]:
+    """Cotangents of the blocks' nodes, as `node_gradients` takes them, and of fades, from the highest level down."""
+    from efla_jax.kernels.log_linear_delta_tree import Cotangents, unmerge
+
+    def last(level: int) -> jax.Array:
+        """[2 or 4, B, 1, H, K, K] of the last run of an odd number, which is read where its level is."""
+        pair = tuple(x.astype(jnp.float32) for x in d_runs[level])
+        if level < len(d_levels):
+            read = d_levels[level][:, levels[level].shape[2] // 2]
+            pair = tuple(x + read[:, :, kind] for kind, x in enumerate(pair))
+        return rounded(pair, levels[level].dtype, level > 0)[:, :, None]
+
+    d, d_fades = Cotangents(last(len(fades)), None, None), []
+    for level in reversed(range(len(fades))):
+        fade = jnp.exp(fades[level])
+        d, d_fade = unmerge(levels[level], fade, d, d_levels[level], lowest=level == 0, **options)
+        d_fades.append(d_fade)
+        if level in d_runs:
+            d = d._replace(left=jnp.concatenate([d.left, last(level)], axis=2))
+    return tuple(x for x in d if x is not None), d_fades[::-1]
 
 
 def with_first_chunks(every: jax.Array, first: jax.Array) -> jax.Array:
@@ -191,11 +206,10 @@ def whole_blocks(x: Arguments, config, interpret) -> tuple[jax.Array, jax.Array]
     vectors = jnp.stack([-erase, jnp.exp(behind)], axis=3)
     k, e = lax.stop_gradient((x.k, x.erase))  # what is made of the inverse has its gradient
     inverse = lax.stop_gradient(kernel.solved(k, e.swapaxes(1, 2), config=config, interpret=interpret))
-    changes, states, odd = tree(block_nodes(x.k, x.u, inverse, vectors, config, interpret), sums)
     since = [level[:, :count] for level in since_states(sums)[: (count - 1).bit_length()]]
     gates = gate_rows(total, erase, in_blocks(x.weights, count), since)
-    o = read_out(x.q, x.k, x.u, inverse, gates, changes, states, config, interpret)
-    return o, last_states(x.u.dtype, odd, x.weights.shape[3])
+    o, runs = solve(x.q, x.k, x.u, inverse, gates, vectors, fading(sums), config, interpret)
+    return o, last_states(x.u.dtype, runs, run_decays(sums), x.weights.shape[3])
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
