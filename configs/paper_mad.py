@@ -15,7 +15,8 @@ task and no set-up; heads here hold 4096 numbers of state a layer, as MAD wants 
 The published script names a cosine to 1e-6 by a key that its trainer does not read, so that its rate was probably
 constant. That is the default; --config.optim.schedule=cosine is the other reading. Accuracy is the published macro
 average over classes (test_macro_accuracy) beside the plain one (test_accuracy), which is what ends a run here.
-Minutes on a GPU for a task. Figures: experiments/results/README.md.
+Grid of get_sweep: 72 runs in 24 programs; all settings of a mixer: 396 runs. A run of in-context recall is 8.4e14
+floating-point operations, seconds of a large GPU; what its 20,000 steps take there has not been measured.
 """
 
 from configs.common import base
