@@ -7,10 +7,10 @@
 
 The reference is implementation="recurrent" on the same 16-bit inputs, widened to float32. An error is
 RMS(difference) / RMS(reference), of outputs, states and every gradient; beside it stands that of implementation=
-"chunked", the same algorithm in XLA at the same precisions. A case passes if no error is more than 1.4 times that of
-"chunked" (float16: 2.5 times) unless within one rounding of the dtype, and if a second run gives the same bits. "not
-covered" is a case that the kernel declines with a reason; that is no failure. Exit status: 0 all passed, 1 some failed,
-2 no such GPU.
+"chunked", the same algorithm in XLA at the same precisions (of softmax attention the reference is "chunked" in
+float32). A case passes if no error is more than 1.4 times that of "chunked" (float16: 3.5 times) unless within one
+rounding of the dtype, and if a second run gives the same bits. "not covered" is a case that the kernel declines with a
+reason; that is no failure. Exit status: 0 all passed, 1 some failed, 2 no such GPU.
 """
 
 import argparse
@@ -30,9 +30,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from efla_jax import ops
+from efla_jax import ops, selfcheck_attention
 from efla_jax.ops import pallas, pallas_linear, pallas_step
 from efla_jax.ops.arguments import Recurrence, recurrence
+from efla_jax.selfcheck_attention import AttentionCase
 from efla_jax.selfcheck_cases import TIMED, Case, cases, draw, segment_ids, timed_inputs, tiny_cases
 
 # Times the error of "chunked". The kernels invert a chunk's triangle with products of float16, "chunked" in float32:
@@ -134,28 +135,57 @@ def bar(case: Case, name: str, chunked: float) -> float:
     return max(BAR[case.dtype] * chunked, FLOOR[case.dtype])
 
 
-def check(case: Case, interpret: Any = None) -> Result:
+def check(case: Case | AttentionCase, interpret: Any = None) -> Result:
     """Run the case. What it raises is its complaint, so that others still run."""
+    if isinstance(case, AttentionCase):
+        return check_attention(case)
     arguments, cotangents = draw(case)
     ids = segment_ids(case)
+    twice = attempt(lambda: program(case.op, "pallas", interpret)(arguments, ids, cotangents))
+    if isinstance(twice, Result):
+        return twice
+    errors = errors_of(case, twice[0], arguments, ids, cotangents)
+    chunked = errors_of_chunked(case, arguments, ids, cotangents)
+    return judged(*twice, errors, chunked, {name: bar(case, name, chunked[name]) for name in errors})
+
+
+def check_attention(case: AttentionCase) -> Result:
+    """`check` of softmax attention. "chunked" multiplies float16 as the kernels do."""
+    arguments, state = selfcheck_attention.draw(case)
+    ids, gradients = selfcheck_attention.ids_of(case), not case.before
+    run = selfcheck_attention.program
+    twice = attempt(lambda: run(case.op, "pallas", gradients)(arguments, ids, state))
+    if isinstance(twice, Result):
+        return twice
+    truth = selfcheck_attention.truth_of(case, arguments, ids, state)
+    beside = run(case.op, "chunked", gradients)(arguments, ids, state)
+    names = [name for name in selfcheck_attention.NAMES if name in truth]
+    errors, chunked = ({k: relative_rms(found[k], truth[k]) for k in names} for found in (twice[0], beside))
+    times = {name: selfcheck_attention.CANCELLED if name == "dselected" else BAR[case.dtype] for name in names}
+    return judged(*twice, errors, chunked, {k: max(times[k] * chunked[k], FLOOR[case.dtype]) for k in names})
+
+
+def attempt(run: Callable[[], dict]) -> tuple[dict, dict] | Result:
+    """What run() returns, twice; or what it raises, as a result."""
     try:
-        run = program(case.op, "pallas", interpret)
-        found, again = (jax.block_until_ready(run(arguments, ids, cotangents)) for _ in range(2))
+        return jax.block_until_ready(run()), jax.block_until_ready(run())
     except NotImplementedError as reason:
         return Result({}, {}, declined=str(reason)[:MOST_WORDS])
     except Exception as error:  # noqa: BLE001  whatever a compiler or device says belongs in the table
         return Result({}, {}, f"{type(error).__name__}: {' '.join(str(error).split())[:MOST_WORDS]}")
-    errors = errors_of(case, found, arguments, ids, cotangents)
-    chunked = errors_of_chunked(case, arguments, ids, cotangents)
+
+
+def judged(found: dict, again: dict, errors: dict, chunked: dict, bars: dict) -> Result:
+    """The result of two runs whose errors may be as large as the bars."""
     names = list(errors)
-    wrong = [name for name in names if not errors[name] <= bar(case, name, chunked[name])]
+    wrong = [name for name in names if not errors[name] <= bars[name]]
     differs = [name for name in names if np.asarray(found[name]).tobytes() != np.asarray(again[name]).tobytes()]
     complaints = [f"beyond the bar: {', '.join(wrong)}"] * bool(wrong)
     complaints += [f"another run gave other bits: {', '.join(differs)}"] * bool(differs)
     return Result(errors, chunked, "; ".join(complaints) or None)
 
 
-def line(case: Case, result: Result) -> str:
+def line(case: Case | AttentionCase, result: Result) -> str:
     """One row of the table: the verdict, and the error of the kernel and of "chunked" for each quantity."""
     verdict = "not covered" if result.declined else "FAILED" if result.complaint else "ok"
     cells = [f"{name} {result.errors[name]:.1e}/{result.chunked[name]:.1e}" for name in result.errors]
@@ -164,7 +194,7 @@ def line(case: Case, result: Result) -> str:
     )
 
 
-def check_all(chosen: Sequence[Case], interpret: Any = None) -> int:
+def check_all(chosen: Sequence[Case | AttentionCase], interpret: Any = None) -> int:
     """Check every case, print its row, and return how many failed."""
     print('verdict     | case | error of the kernel / of "chunked" for each output, state and gradient')
     failed = covered = 0
@@ -256,7 +286,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    chosen = [case for case in (tiny_cases() if options.interpret else cases()) if options.only in case.name]
+    known: list[Case | AttentionCase] = [*tiny_cases()] if options.interpret else [*cases()]
+    known += [] if options.interpret else selfcheck_attention.cases()
+    chosen = [case for case in known if options.only in case.name]
     if not chosen:
         print(f"selfcheck: no case has {options.only!r} in its name", file=sys.stderr)
         return 2

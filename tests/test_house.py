@@ -34,7 +34,8 @@ MAY_IMPORT = {
     "evaluate": MODEL_SIDE | LEAVES | {"generate"},
     "scoring": MODEL_SIDE | LEAVES | {"generate", "evaluate"},
     "train": MODEL_SIDE | LEAVES | {"generate", "evaluate", "flops"},
-    "selfcheck": {"shapes", "ops", "selfcheck_cases"},
+    "selfcheck": {"shapes", "ops", "selfcheck_cases", "selfcheck_attention"},
+    "selfcheck_attention": {"ops", "selfcheck_cases"},
     "selfcheck_cases": {"ops"},
     "index": MODEL_SIDE | LEAVES | {"generate", "evaluate", "scoring", "flops", "train", "selfcheck"},
     "experiments": {"index", "shapes", "model", "flops", "generate", "evaluate", "scoring", "train", "selfcheck"}

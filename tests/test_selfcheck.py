@@ -8,13 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from efla_jax import selfcheck, selfcheck_cases
+from efla_jax import selfcheck, selfcheck_attention, selfcheck_cases
 from efla_jax.ops.chunked import chunked
+from efla_jax.selfcheck_attention import AttentionCase
 from efla_jax.selfcheck_cases import Case, Sizes
 from tests.lowering import lower_cuda, mosaic_calls
 
 TINY = Sizes(1, 24, 1, 2, 4, 3)
 CASE = Case("delta_rule", "random", TINY)
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture
@@ -165,6 +167,48 @@ def test_times_go_on_where_one_implementation_fails(kernel, capsys, monkeypatch)
         assert (measured.strip(), failed.strip()) == (name, "RuntimeError")
         device, queued = time.replace("(", " ").replace(")", " ").split()
         assert np.isnan(float(device)) and float(queued) > 0  # no stream of a GPU in a trace made here
+
+
+@pytest.mark.parametrize(
+    "case",
+    (
+        AttentionCase("softmax_attention", Sizes(1, 70, 1, 2, 4, 3), documents="documents"),
+        AttentionCase("block_sparse_attention", Sizes(1, 70, 1, 2, 4, 3), 2),
+        pytest.param(AttentionCase("block_sparse_attention", Sizes(1, 3, 1, 2, 4, 3), 2, before=70), marks=SLOW),
+        AttentionCase("softmax_attention", Sizes(1, 1, 1, 2, 4, 3), before=70),
+    ),
+    ids=str,
+)
+def test_attention_passes_where_it_is_right_and_fails_where_not(case, monkeypatch):
+    honest = selfcheck_attention.program
+
+    def with_error(factor):
+        def program(op, implementation, gradients):
+            run = honest(op, "chunked", gradients)
+            factors = {"o": factor} if implementation == "pallas" else {}
+            return lambda *a: {k: x * factors.get(k, 1) for k, x in run(*a).items()}
+
+        monkeypatch.setattr(selfcheck_attention, "program", program)
+        return selfcheck.check(case)
+
+    right = with_error(1)
+    assert right.complaint is None and right.errors == right.chunked
+    assert all(error < (0.2 if name == "dselected" else 1e-2) for name, error in right.errors.items())
+    assert len(right.errors) == (1 if case.before else 5 if case.op == "block_sparse_attention" else 4)
+    assert with_error(1.05).complaint == "beyond the bar: o"
+
+
+@pytest.mark.slow
+def test_every_case_of_attention_lowers():
+    declined = []
+    for case in selfcheck_attention.cases():
+        given = jax.eval_shape(lambda case=case: selfcheck_attention.draw(case))
+        run = selfcheck_attention.program(case.op, "pallas", not case.before)
+        try:
+            assert mosaic_calls(lower_cuda(run, given[0], selfcheck_attention.ids_of(case), given[1])) > 0, case.name
+        except NotImplementedError:
+            declined.append(case.sizes.key_dim)
+    assert declined == [32, 32]
 
 
 @pytest.mark.slow
