@@ -454,7 +454,6 @@ REFUSED_CONFIGS = {
     ("gated_deltanet", "hidden_act", "relu"): "hidden_act='relu'",
     ("mamba2", "use_bias", True): "use_bias=True",
     ("mamba2", "time_step_limit", (0.001, 0.1)): "clipped",
-    ("mamba2", "n_groups", 4): "n_groups=4, only 1",
     ("log_linear_mamba2", "n_groups", None): "n_groups is missing",
     ("mamba2", "norm_eps", 1e-6): "layer_norm_epsilon and norm_eps differ",
 }

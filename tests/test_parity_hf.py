@@ -47,6 +47,7 @@ MODELS = {
     "mistral": ("Mistral", SOFTMAX | {"sliding_window": None, "head_dim": 12}),
     "qwen3": ("Qwen3", SOFTMAX | {"head_dim": 10}),
     "mamba2": ("Mamba2", MAMBA2),
+    "mamba2_groups": ("Mamba2", MAMBA2 | {"n_groups": 2}),
     "mamba2_tied": ("Mamba2", MAMBA2 | {"tie_word_embeddings": True, "use_conv_bias": False, "conv_kernel": 3}),
 }
 
@@ -274,7 +275,7 @@ FLA_FIELDS = {"hidden_size": WIDTH, "num_hidden_layers": 2, "vocab_size": VOCAB,
 FLA_MODELS = {
     "DeltaNet": {"num_heads": 2, "intermediate_size": 64, "use_gate": True, "expand_v": 2.0},
     "GatedDeltaNet": {"num_heads": 2, "num_v_heads": 4, "head_dim": 16, "expand_v": 2.0, "intermediate_size": 64},
-    "Mamba2": {"head_dim": 16, "state_size": 16},
+    "Mamba2": {"head_dim": 16, "state_size": 16, "n_groups": 2},
     "LogLinearMamba2": {"head_dim": 16, "state_size": 16, "n_groups": 2},
     "Transformer": {"num_heads": 2, "num_kv_heads": 1, "qk_norm": True, "intermediate_size": 64},
 }

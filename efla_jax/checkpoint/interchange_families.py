@@ -182,8 +182,13 @@ def mamba2_options(config: Fields) -> tuple[dict[str, Any], float]:
 
 
 def mamba2_fields(config: Fields) -> dict[str, Any]:
+    """The norm of the outputs is over each group of heads in fla, and over all of them in transformers."""
     options, eps = mamba2_options(config)
-    return section(config, "mamba2", options, eps, 0)
+    groups, of_fla = options["num_groups"], config.get("norm_eps") is not None
+    if groups > 1 and of_fla == (config.get("layer_norm_epsilon") is not None):
+        raise ValueError(f"config.json: n_groups={groups}: leave one of norm_eps (fla) and layer_norm_epsilon"
+                         " (transformers), whose norms of groups differ.")  # fmt: skip
+    return section(config, "mamba2", options | {"norm_groups": groups if of_fla else 1}, eps, 0)
 
 
 def log_linear_fields(config: Fields) -> dict[str, Any]:
@@ -192,22 +197,20 @@ def log_linear_fields(config: Fields) -> dict[str, Any]:
     return section(config, "log_linear_mamba2", options | {"levels": 15}, eps, width)
 
 
-def mamba2_config(model: Fields, mixer: Fields) -> dict[str, Any]:
+def mamba_config(model: Fields, mixer: Fields) -> dict[str, Any]:
     inner = mixer["num_heads"] * mixer["head_dim"]
     if inner % model["width"]:
         raise ValueError(f"num_heads, head_dim: {inner} channels are not a multiple of width={model['width']}, as they"
                          " are there; this model cannot be exported.")  # fmt: skip
     eps, limit = mixer["norm_eps"], [0.0, math.inf]
     return shared_config(model) | {
-        "num_heads": mixer["num_heads"],
-        "head_dim": mixer["head_dim"],
+        "num_heads": mixer["num_heads"], "head_dim": mixer["head_dim"],
         "state_size": mixer["state_dim"],
         "n_groups": mixer["num_groups"],
         "expand": inner // model["width"],
         "conv_kernel": mixer["conv_width"],
         "use_conv_bias": mixer["conv_bias"],
-        "use_bias": False,
-        "hidden_act": "silu",
+        "use_bias": False, "hidden_act": "silu",
         "rms_norm": True, "rmsnorm": True, "norm_before_gate": False, "D_has_hdim": False,
         "residual_in_fp32": False,
         "layer_norm_epsilon": eps, "norm_eps": eps,  # of transformers and of fla, as in the next lines
@@ -217,12 +220,21 @@ def mamba2_config(model: Fields, mixer: Fields) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def mamba2_config(model: Fields, mixer: Fields) -> dict[str, Any]:
+    found, groups, norms = mamba_config(model, mixer), mixer["num_groups"], mixer["norm_groups"]
+    if norms not in (1, groups):
+        raise ValueError(f"norm_groups: {norms} is neither 1 nor num_groups={groups}; this model cannot be exported.")
+    if groups > 1:  # see `mamba2_fields`
+        found.pop("layer_norm_epsilon" if norms > 1 else "norm_eps")
+    return found
+
+
 def log_linear_config(model: Fields, mixer: Fields) -> dict[str, Any]:
     width = fla_mlp_width({"hidden_size": model["width"]})
     if model["mlp_width"] != width:
         raise ValueError(f"mlp_width: {model['mlp_width']} is not {width}, as it always is in log_linear_mamba2; this"
                          " model cannot be exported.")  # fmt: skip
-    return mamba2_config(model, mixer) | {"chunk_size": 64}
+    return mamba_config(model, mixer) | {"chunk_size": 64}
 
 
 def attention_fields(config: Fields, heads: str, kv_heads: str, eps: str, qk_norm: bool) -> dict[str, Any]:
@@ -309,8 +321,6 @@ FLA_MAMBA2 = {
     "use_bias": (False,), "hidden_act": SILU, "rms_norm": (True,), "rmsnorm": (True,), "norm_before_gate": (False,),
     "D_has_hdim": (False,), "rescale_layers": (None,),
 }  # fmt: skip
-# transformers, and fla while it trains, take the norm of the outputs over each group of heads, fla otherwise and ours
-# over all of them: with more than one group mamba2 is not converted. log_linear_mamba2 always takes all of them.
 MAMBA2_HERE = {"activation": ("silu",), "plain": (False,)}
 SOFTMAX = {"hidden_act": SILU, "attention_bias": (False,), "mlp_bias": (False,), "partial_rotary_factor": (1.0, None)}
 FREQUENCIES = r"model\.layers\.\d+\.(self_)?attn\.(rotary_emb|rotary)\.inv_freq"
@@ -346,13 +356,13 @@ FAMILIES = {
         ),
         Family(
             "mamba2", "Mamba2ForCausalLM", "mamba2",
-            tables.MAMBA2, FLA_MAMBA2 | {"n_groups": (1,)}, MAMBA2_HERE | {"num_groups": (1,), "mlp": ("none",)},
-            mamba2_fields, mamba2_config,
+            tables.MAMBA2, FLA_MAMBA2, MAMBA2_HERE | {"mlp": ("none",)}, mamba2_fields, mamba2_config,
         ),
         Family(
             "log_linear_mamba2", "LogLinearMamba2ForCausalLM", "log_linear_mamba2",
             tables.LOG_LINEAR_MAMBA2, FLA_MAMBA2,
-            MAMBA2_HERE | {"levels": (15,), "level_kind": ("linear",), "level_bias": (False,), "mlp": ("swiglu",)},
+            MAMBA2_HERE | {"norm_groups": (1,), "levels": (15,), "level_kind": ("linear",), "level_bias": (False,),
+                           "mlp": ("swiglu",)},
             log_linear_fields, log_linear_config,
         ),
     )

@@ -16,6 +16,20 @@ from efla_jax.ops import linear_attention
 from efla_jax.shapes import SegmentIds, check_chunk_size, check_heads
 
 
+class GroupedNorm(nn.Module):
+    """RMSNorm of each of `groups` runs of channels, with a scale for every channel; float32."""
+
+    groups: int
+    epsilon: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.param("scale", nn.initializers.ones, x.shape[-1:], jnp.float32)
+        runs = x.reshape(*x.shape[:-1], self.groups, x.shape[-1] // self.groups)
+        size = jax.lax.rsqrt(jnp.mean(runs * runs, axis=-1, keepdims=True) + self.epsilon)
+        return (runs * size).reshape(x.shape) * scale
+
+
 class Mamba2(nn.Module):
     """S_t = exp(dt A) S_{t-1} + B (dt x)^T, y = S_t^T C + D x, then RMSNorm of y SiLU(z) over all heads and projection.
 
@@ -23,6 +37,7 @@ class Mamba2(nn.Module):
     head_dim      V
     state_dim     K, the length of B and C
     num_groups    G pairs (B, C), must divide num_heads
+    norm_groups   groups of heads with a norm each; 1: one over all heads
     conv_width    taps of the convolutions over x, B and C; 0: none
     plain         the recurrence alone (arXiv 2605.06946): values are not multiplied by dt, A begins at 1, and there is
                   no D x, z or norm between S^T C and the projection
@@ -38,6 +53,7 @@ class Mamba2(nn.Module):
     head_dim: int | None = None
     state_dim: int = 128
     num_groups: int = 1
+    norm_groups: int = 1
     expand: float = 2.0
     conv_width: int = 4
     conv_bias: bool = True
@@ -65,6 +81,10 @@ class Mamba2(nn.Module):
         """(G, H, K, V). Raises ValueError for fields that do not fit together."""
         value_dim = head_width(round(self.expand * self.width), self.num_heads, self.head_dim)
         check_heads(self.num_groups, self.num_heads)
+        if self.norm_groups < 1 or self.num_heads % self.norm_groups:
+            raise ValueError(
+                f"norm_groups: {self.norm_groups} does not divide num_heads={self.num_heads}; 1 is a norm over all."
+            )
         return self.num_groups, self.num_heads, self.state_dim, value_dim
 
     @nn.nowrap
@@ -94,11 +114,11 @@ class Mamba2(nn.Module):
         )  # fmt: skip
 
     def gated_norm(self, o: jax.Array, values: jax.Array, x: jax.Array) -> jax.Array:
-        """RMSNorm of (o + D values) SiLU(z) in float32, heads side by side."""
+        """RMSNorm of (o + D values) SiLU(z) in float32, heads side by side, over all of them or each of norm_groups."""
         skip = self.param("D", nn.initializers.ones, (self.num_heads,), jnp.float32)
         o = o.astype(jnp.float32) + skip[:, None] * values.astype(jnp.float32)
         z = dense(self, "z_proj", o.shape[-2] * o.shape[-1])(x).astype(jnp.float32)
-        return nn.RMSNorm(epsilon=self.norm_eps, dtype=jnp.float32, name="norm")(o.reshape(z.shape) * nn.silu(z))
+        return GroupedNorm(self.norm_groups, self.norm_eps, name="norm")(o.reshape(z.shape) * nn.silu(z))
 
     @nn.compact
     def __call__(
