@@ -357,6 +357,7 @@ def test_converted_models_of_fla_are_their_definition(family):
 
 def test_published_sizes():
     """Parameters of fla's default models, as their formulas give them: 1,365,677,056 is the 2.73 GB file of 1.3B."""
+
     def count(family, config):
         model = LanguageModel(vocab_size=32000, **FAMILIES[family].fields({"vocab_size": 32000, **config}))
         layout = interchange.lay_out(FAMILIES[family].table, convert.shapes_of(model))
@@ -566,6 +567,7 @@ def test_tokenizer_travels_and_says_how_texts_begin(case, tmp_path):
 
 def test_runs_that_were_trained_here_are_exported(tmp_path):
     """Two epsilons where the other library has one are said; patterns, options and mixers that it lacks are refused."""
+
     def trained(name, mixers, options, **model):
         fields = {"width": H, "depth": 2, "mixers": mixers, "mixer_options": options, "mlp_width": 20} | model
         built = LanguageModel(vocab_size=V, **fields)
@@ -685,8 +687,6 @@ def test_names_on_the_hub_are_fetched(tmp_path, monkeypatch):
     assert_equal(stored(tmp_path / "back"), arrays)
     with pytest.raises(SystemExit, match="the hub gave no checkpoint"):
         exchange("import", tmp_path / "other", source="who/else")
-
-
 
 
 def test_a_folder_of_another_library_is_no_run(tmp_path):

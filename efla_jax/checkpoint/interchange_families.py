@@ -394,5 +394,7 @@ def check_model(family: Family, model: Fields, mixer: Fields, mixers: set[str], 
     used = family.mixer != "attention" or mixer["qk_norm"]
     if used and not inexact and not math.isclose(mixer["norm_eps"], wanted, rel_tol=1e-6):
         times = f" (norm_eps={model['norm_eps']:g} of the model times K={mixer['head_dim']})" if delta else ""
-        raise ValueError(f"norm_eps: {mixer['norm_eps']:g} in the mixer's norm, and theirs would be {wanted:g}{times}:"
-                         " its outputs would differ where they are small. Export with --inexact all the same.")
+        raise ValueError(
+            f"norm_eps: {mixer['norm_eps']:g} in the mixer's norm, and theirs would be {wanted:g}{times}:"
+            " its outputs would differ where they are small. Export with --inexact all the same."
+        )
