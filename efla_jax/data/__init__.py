@@ -7,8 +7,8 @@
 Both take rows=slice(start, stop), the rows of each global batch that this process wants: any number of processes,
 and any worker_count, see the same data.
 
-Text and token batches: {"tokens", "targets", "mask", "segment_ids"}, all [B, T] int32 but for the float32 mask; recall
-batches, whose rows are one document each, have no segment_ids, which is less work for a mixer.
+Text and token batches: {"tokens", "targets", "mask", "segment_ids"}, all [B, T] int32 but for the float32 mask; rows
+of generated tasks are one document each and have no segment_ids, which is less work for a mixer.
 Image batches: {"pixels" [B, T, 1] float32, "labels" [B] int32, "mask" [B] float32}.
 """
 
