@@ -28,10 +28,12 @@ from efla_jax.kernels.log_linear_delta import (
     INSIDE,
     READS,
     SUM,
+    TILE,
     WEIGHTS,
     Config,
     Sizes,
     chunk_tokens,
+    columns,
     f32,
     matrix,
     multiply,
@@ -48,6 +50,7 @@ from efla_jax.kernels.mosaic import (
     narrow_indices,
     parameters,
     shared,
+    transposed,
 )
 
 SQUARE = (CHUNK, CHUNK)
@@ -303,21 +306,24 @@ def inside_gradients(q, k, u, inverse, gates, between, d_o, d_q, *, config: Conf
 
 # ---- nodes --------------------------------------------------------------------------------------------------------
 
+ROOM = CHUNKS  # where dM and dT begin in `work`
+
 
 class NodeMemory(NamedTuple):
-    """Shared memory of `node_gradients`: k; k or u; M [2, C, K]; X [2, C, C]; vectors [2, 128]; D [K, K]; room [C, K];
-    pairs [3, C, C]: -e L, e a, e a21; sums [2, 128]; the barrier of the loads; the interpreter's left operand."""
+    """Shared memory of `node_gradients`: k; k or u, both [2, C, K]; M of the chunks, then dM and dT [4, C, K]; X
+    [2, C, C]; vectors [2, 128]; D [K, K]; pairs [warpgroups, 2, C, C]; sums [warpgroups + 1, 128]: dv of each one's
+    columns, d(-e); barriers of the loads and of the warpgroups' meeting; the interpreter's left operand."""
 
     k: Any
     values: Any
-    solved: Any
+    work: Any
     inverse: Any
     vectors: Any
     cotangent: Any
-    room: Any
     pairs: Any
     sums: Any
     loaded: Any
+    met: Any
     left: Any = None
 
 
@@ -354,8 +360,6 @@ def load_node(refs: tuple, memory: NodeMemory, place: tuple, sizes: Sizes) -> No
         def _(source=source):
             start(source.at[0, row, pair, head], memory.cotangent)
 
-    plgpu.barrier_wait(memory.loaded)
-
 
 def products_of(terms, shape) -> jax.Array:
     """The sum of the products of pairs in shared memory."""
@@ -368,59 +372,71 @@ def products_of(terms, shape) -> jax.Array:
     return pl.run_scoped(run, plgpu.ACC(shape, f32))
 
 
-def solve_again(memory: NodeMemory, kind, interpret) -> None:
-    """M1 and M2 into `solved`, and -e L in 16 bits into pairs[0]."""
-    dtype, wide = memory.k.dtype, memory.room.shape
+def solve_columns(memory: NodeMemory, kind, group, interpret) -> None:
+    """Of 64 columns M1 and M2 into `solved`, and -e L in 16 bits into pairs[0]."""
+    dtype, here, pairs = memory.k.dtype, columns(group), memory.pairs.at[group]
     first, second = pl.ds(0, CHUNK), pl.ds(CHUNK, CHUNK)
+    solved, room = [memory.work.at[chunk, :, here] for chunk in range(CHUNKS)], memory.work.at[ROOM + 1, :, here]
     x = matrix(memory.inverse.at[0]) * by_column(memory.vectors.at[kind, first], CHUNK)
-    put(memory.solved.at[0], multiply(left_operand(x.astype(dtype), memory.left), memory.values.at[0], wide))
+    left = None if memory.left is None else memory.left.at[group]
+    put(solved[0], multiply(left_operand(x.astype(dtype), left), memory.values.at[0, :, here], SQUARE))
     known = multiply(memory.k.at[1], memory.k.at[0].T, SQUARE)
-    put(memory.pairs.at[0], known * by_row(memory.vectors.at[0, second], CHUNK))
-    start = matrix(memory.values.at[1]) * by_row(memory.vectors.at[kind, second], wide[1])
-    put(memory.room, times_sum(start, [(memory.pairs.at[0], memory.solved.at[0])], interpret))
-    put(memory.solved.at[1], multiply(memory.inverse.at[1], memory.room, wide))
+    put(pairs.at[0], known * by_row(memory.vectors.at[0, second], CHUNK))
+    start = matrix(memory.values.at[1, :, here]) * by_row(memory.vectors.at[kind, second], TILE)
+    put(room, times_sum(start, [(pairs.at[0], solved[0])], interpret))
+    put(solved[1], multiply(memory.inverse.at[1], room, SQUARE))
 
 
-def solve_back(memory: NodeMemory, chunk: int, kind, d_solved, target) -> jax.Array:
-    """From dM of a chunk: dT in 16 bits into `room`, e a into pairs[1], dv into `sums`, and dB to target if it is dU;
-    returns rowsum(a . K K^T)."""
-    wide, here = memory.room.shape, pl.ds(chunk * CHUNK, CHUNK)
-    put(memory.room, d_solved)
-    d_start = multiply(memory.inverse.at[chunk].T, memory.room, wide)
-    memory.sums.at[0, here][...] = jnp.sum(matrix(memory.values.at[chunk]) * d_start, axis=1)
-    put(memory.room, d_start)
+def solve_back(memory: NodeMemory, kind, group) -> None:
+    """Of 64 columns dT of both chunks into `work`, dv into `sums`, and dU, if that is what dB is, over u."""
+    here, pairs = columns(group), memory.pairs.at[group]
+    for chunk in reversed(range(CHUNKS)):
+        room, values = memory.work.at[ROOM + chunk, :, here], memory.values.at[chunk, :, here]
+        terms = [(memory.k.at[chunk], memory.cotangent.at[:, here])]
+        if chunk == 0:
+            terms.append((pairs.at[0].T, memory.work.at[ROOM + 1, :, here]))
+        put(room, products_of(terms, SQUARE))
+        d_start, tokens = multiply(memory.inverse.at[chunk].T, room, SQUARE), pl.ds(chunk * CHUNK, CHUNK)
+        memory.sums.at[group, tokens][...] = jnp.sum(matrix(values) * d_start, axis=1)
+        put(room, d_start)
+
+        @pl.when(kind == 1)
+        def _(d_start=d_start, tokens=tokens, values=values):
+            put(values, d_start * by_row(memory.vectors.at[kind, tokens], TILE))
+
+
+def meet(barrier) -> None:
+    """Both warpgroups have come here, and see what the other wrote."""
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
+
+
+def send_chunk(memory: NodeMemory, chunk, kind, group, d_k, d_u, interpret) -> None:
+    """dK of a chunk: through M and as B, from its own triangle, and from the pairs of both chunks; its d(-e)."""
+    work, pairs, k, dtype = memory.work, memory.pairs.at[group], memory.k.at[chunk], memory.k.dtype
+    here, second, wide = pl.ds(chunk * CHUNK, CHUNK), pl.ds(CHUNK, CHUNK), memory.k.shape[1:]
 
     @pl.when(kind == 1)
     def _():
-        send(memory.values.at[chunk], d_start * by_row(memory.vectors.at[kind, here], wide[1]), target)
+        plgpu.copy_smem_to_gmem(memory.values.at[chunk], d_u)
 
-    triangle = masked(-multiply(memory.room, memory.solved.at[chunk].T, SQUARE), 0, strict=True)
-    put(memory.pairs.at[1], triangle * -by_row(memory.vectors.at[0, here], CHUNK))
-    return jnp.sum(triangle * multiply(memory.k.at[chunk], memory.k.at[chunk].T, SQUARE), axis=1)
-
-
-def send_keys(memory: NodeMemory, chunk: int, kind, joined, target, interpret) -> None:
-    """dK of a chunk: through M and as B, from its own triangle, and from the pairs of both chunks (`joined`)."""
-    wide, k, own = memory.room.shape, memory.k.at[chunk], memory.pairs.at[1]
-    scale = by_row(memory.vectors.at[0, pl.ds(chunk * CHUNK, CHUNK)], wide[1]) * (1 - kind).astype(f32)
-    terms = (memory.solved.at[chunk], memory.cotangent.T), (own, k), (own.T, k), joined
-    send(memory.solved.at[chunk], times_sum(matrix(memory.room) * scale, terms, interpret), target)
-
-
-def node_gradients_of(memory: NodeMemory, kind, d_k: tuple, d_u: tuple, interpret) -> None:
-    """dK and dU of a block's chunks to d_k and d_u; d(-e) and dv into `sums`."""
-    wide, second, pairs = memory.room.shape, pl.ds(CHUNK, CHUNK), memory.pairs
-    solve_again(memory, kind, interpret)
-    own = solve_back(memory, 1, kind, multiply(memory.k.at[1], memory.cotangent, wide), d_u[1])
-    joined = multiply(memory.room, memory.solved.at[0].T, SQUARE)  # -a21
-    put(pairs.at[2], joined * by_row(memory.vectors.at[0, second], CHUNK))
-    joined = joined * multiply(memory.k.at[1], memory.k.at[0].T, SQUARE)
-    memory.sums.at[1, second][...] = jnp.sum(joined, axis=1) - own
-    send_keys(memory, 1, kind, (pairs.at[2], memory.k.at[0]), d_k[1], interpret)
-    d_first = products_of([(memory.k.at[0], memory.cotangent), (pairs.at[0].T, memory.room)], wide)
-    own = solve_back(memory, 0, kind, d_first, d_u[0])
-    memory.sums.at[1, pl.ds(0, CHUNK)][...] = -own
-    send_keys(memory, 0, kind, (pairs.at[2].T, memory.k.at[1]), d_k[0], interpret)
+    triangle = masked(-multiply(work.at[ROOM + chunk], work.at[chunk].T, SQUARE), 0, strict=True)
+    put(pairs.at[1], triangle * -by_row(memory.vectors.at[0, here], CHUNK))
+    own = jnp.sum(triangle * multiply(k, k.T, SQUARE), axis=1)
+    joined = multiply(work.at[ROOM + 1], work.at[0].T, SQUARE)  # -a21
+    put(pairs.at[0], joined * by_row(memory.vectors.at[0, second], CHUNK))
+    joined = jnp.sum(joined * multiply(memory.k.at[1], memory.k.at[0].T, SQUARE), axis=1)
+    joined = joined * lax.convert_element_type(chunk, f32)  # they are the second chunk's
+    memory.sums.at[memory.sums.shape[0] - 1, here][...] = joined - own
+    scale = by_row(memory.vectors.at[0, here], wide[1]) * lax.convert_element_type(1 - kind, f32)
+    terms = (work.at[chunk], memory.cotangent.T), (pairs.at[1], k), (pairs.at[1].T, k)
+    keys = times_sum(matrix(work.at[ROOM + chunk]) * scale, terms, interpret)
+    # Rows of the pairs are of the second chunk, columns of the first.
+    mine = jnp.where(chunk == 1, matrix(pairs.at[0]), transposed(pairs.at[0]).astype(f32))
+    put(pairs.at[1], mine.astype(dtype))
+    keys = times_sum(keys, [(pairs.at[1], memory.k.at[1 - chunk])], interpret)
+    send(work.at[ROOM - chunk], keys, d_k)  # dT of the first chunk or M of the second one, that only this has used
 
 
 @narrow_indices()
@@ -430,21 +446,36 @@ def node_gradients(k, u, inverse, vectors, d_nodes: tuple, *, config: Config, in
     d_nodes, in the dtype of k: (dN, dS) [2, B, P, H, K, K] of every other block, then dN and dS [1, B, P', H, K, K] of
     the rest, if there are any; the rest as in `nodes`."""
     sizes, dtype = Sizes.of(k, u), k.dtype
-    tokens, square = shared(CHUNKS, CHUNK, sizes.dim, dtype=dtype), shared(*SQUARE, dtype=dtype)
-
-    count = 4 + len(d_nodes)
+    tokens, count, groups = shared(CHUNKS, CHUNK, sizes.dim, dtype=dtype), 4 + len(d_nodes), sizes.dim // TILE
 
     def log_linear_delta_node_gradients(*refs):
         inputs, (d_k, d_u, sums), scratch = refs[:count], refs[count : count + 3], refs[count + 3 :]
-        memory = NodeMemory(*scratch)
+        memory, group = NodeMemory(*scratch), lax.axis_index("group")
         row, block, pair = (lax.axis_index(name) for name in ("row", "block", "pair"))
         head, kind = lax.div(pair, 2), lax.rem(pair, 2)
-        load_node(inputs, memory, (row, block, head, kind), sizes)
-        tokens = [chunk_tokens(block, chunk) for chunk in range(CHUNKS)]
-        targets = (tuple(d_k.at[kind, row, t, head] for t in tokens), tuple(d_u.at[row, t, head] for t in tokens))
-        node_gradients_of(memory, kind, *targets, interpret)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(memory.sums, sums.at[kind, row, block * sizes.heads + head])
+
+        @pl.when(group == 0)
+        def _():
+            load_node(inputs, memory, (row, block, head, kind), sizes)
+
+        plgpu.barrier_wait(memory.loaded)
+        solve_columns(memory, kind, group, interpret)
+        solve_back(memory, kind, group)
+        meet(memory.met)
+
+        def chunk(i, _):
+            number = i * groups + group
+            tokens = pl.ds(block * BLOCK + number * CHUNK, CHUNK)
+            targets = d_k.at[kind, row, tokens, head], d_u.at[row, tokens, head]
+            send_chunk(memory, number, kind, group, *targets, interpret)
+
+        lax.fori_loop(0, CHUNKS // groups, chunk, None)
+        meet(memory.met)
+
+        @pl.when(group == 0)
+        def _():
+            plgpu.copy_smem_to_gmem(memory.sums, sums.at[kind, row, block * sizes.heads + head])
+
         plgpu.wait_smem_to_gmem(0)
 
     shape = jax.ShapeDtypeStruct
@@ -453,23 +484,27 @@ def node_gradients(k, u, inverse, vectors, d_nodes: tuple, *, config: Config, in
         out_type=[
             shape((2, *u.shape), dtype),
             shape(u.shape, dtype),
-            shape((2, sizes.batch, sizes.blocks * sizes.heads, 2, BLOCK), f32),
+            shape((2, sizes.batch, sizes.blocks * sizes.heads, groups + 1, BLOCK), f32),
         ],
         scratch_types=[
-            *[tokens] * 3,
+            *[tokens] * 2,
+            shared(2 * CHUNKS, CHUNK, sizes.dim, dtype=dtype),
             shared(CHUNKS, *SQUARE, dtype=dtype),
             plgpu.SMEM((2, BLOCK), f32),
             shared(sizes.dim, sizes.dim, dtype=dtype),
-            shared(CHUNK, sizes.dim, dtype=dtype),
-            shared(3, *SQUARE, dtype=dtype),
-            plgpu.SMEM((2, BLOCK), f32),
+            shared(groups, 2, *SQUARE, dtype=dtype),
+            plgpu.SMEM((groups + 1, BLOCK), f32),
             plgpu.Barrier(num_arrivals=3 * CHUNKS + 2),
-            *[square] * (interpret is not None),
+            plgpu.Barrier(num_arrivals=groups),
+            *[shared(groups, *SQUARE, dtype=dtype)] * (interpret is not None),
         ],
         grid=(sizes.batch, sizes.blocks, 2 * sizes.heads),
         grid_names=("row", "block", "pair"),
+        num_threads=groups,
+        thread_name="group",
         compiler_params=parameters(config.automatic_barriers),
         interpret=interpret,
     )(k, u, inverse, vectors.reshape(sizes.batch, -1, 2, BLOCK), *d_nodes)
-    of_vectors = jnp.stack([sums[0, :, :, 0] + sums[0, :, :, 1] + sums[1, :, :, 1], sums[1, :, :, 0]], axis=2)
+    starts, erase = sums[:, :, :, :groups].sum(3), sums[0, :, :, groups] + sums[1, :, :, groups]
+    of_vectors = jnp.stack([starts[0] + erase, starts[1]], axis=2)
     return d_k, d_u, of_vectors.reshape(vectors.shape)
