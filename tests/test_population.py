@@ -9,6 +9,7 @@ import pytest
 
 from configs import quickstart
 from efla_jax import evaluate, metrics, train
+from efla_jax.layers import MIXERS
 from efla_jax.train import population
 from efla_jax.train.population import fit_population
 
@@ -53,6 +54,23 @@ def test_every_member_is_what_it_is_by_itself(tmp_path):
                 assert value == pytest.approx(other[name], rel=CLOSE, abs=CLOSE), (row["step"], name)
         assert outcome.best == max(row["test_accuracy"] for row in scored(folder))
         assert json.loads((folder / "config.json").read_text()) == json.loads(json.dumps(config))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_every_mixer_goes_through_vmap(mixer, tmp_path):
+    """Three steps of every mixer, gated convolutions and a router's choices among them."""
+    configs = [tiny(seed, length=32, pairs=3, vocab_size=20, longer=()) for seed in (0, 3)]
+    for config in configs:
+        more = {"chunk_size": 16} if mixer == "nats_l" else {"state_dim": 8} if mixer.endswith("mamba2") else {}
+        config["model"]["mixers"], config["model"]["mixer_options"] = (mixer,), {mixer: {"num_heads": 2, **more}}
+        config["train"].update(steps=3, log_every=1)
+    found = fit_population(configs, [tmp_path / "0", tmp_path / "1"])
+    alone = train.fit(configs[1], tmp_path / "alone")
+    for name, value in alone.scores.items():
+        assert found[1].scores[name] == pytest.approx(value, rel=CLOSE, abs=CLOSE), name
+    for ours, theirs in zip(*map(jax.tree.leaves, (found[1].params, alone.params)), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=CLOSE)
 
 
 def test_a_member_ends_at_its_goal_and_keeps_those_scores(tmp_path):
