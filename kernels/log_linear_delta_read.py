@@ -51,7 +51,7 @@ SHARED_MEMORY = 227 * 1024  # bytes that a program may use on a Hopper GPU
 
 class Inputs(NamedTuple):
     """In global memory: q, k [B, T, G, K], u [B, T, H, K] or None, X [B, H, T, 64], gates [B, N H, rows, 128], and by
-    level the nodes [2 or 4, B, P, H, K, K] (N, S, ...)."""
+    level the nodes [2, B, P, H, K, K] (N, S)."""
 
     q: Any
     k: Any
@@ -353,8 +353,7 @@ def read_out(q, k, u, inverse, gates, levels: tuple, *, config: Config, interpre
     """O [B, T, H, K] in the dtype of u.
 
     q, k [B, T, G, K], u [B, T, H, K], X = inverse [B, H, T, 64] of one 16-bit dtype, T a multiple of 128; gates
-    [B, T / 128, H, rows, 128] float32; levels: the nodes of each level that is read, [2 or 4, B, P, H, K, K] (N, S, and
-    what is of no account here)."""
+    [B, T / 128, H, rows, 128] float32; levels: the nodes of each level that is read, [2, B, P, H, K, K] (N, S)."""
     sizes, dtype = Sizes.of(k, u), u.dtype
     left = staging([(CHUNK, sizes.dim), (CHUNK, CHUNK)], dtype, interpret, GROUPS)
 

@@ -96,25 +96,28 @@ def wide_fades(fades: jax.Array) -> jax.Array:
 
 
 @narrow_indices()
-def merge(nodes, fades, *, config: Config, interpret=None) -> jax.Array:
-    """Of [2 or 4, B, P, H, K, K] and f [B, P // 2, H] float32 the nodes [4, B, P // 2, H, K, K] of the next level."""
-    (given, batch, _, heads, dim, _), pairs, dtype = nodes.shape, nodes.shape[2] // 2, nodes.dtype
-    tiles, both = dim // TILE, given // KINDS
+def merge(nodes, rests, fades, *, config: Config, interpret=None) -> tuple[jax.Array, jax.Array]:
+    """(N, S) [2, B, P // 2, H, K, K] of the next level, and what they were rounded by, from those of a level
+    [2, B, P, H, K, K] (rests: None if they are exact) and f [B, P // 2, H] float32."""
+    (_, batch, _, heads, dim, _), pairs, dtype = nodes.shape, nodes.shape[2] // 2, nodes.dtype
+    given = [x for x in (nodes, rests) if x is not None]
+    tiles, both = dim // TILE, len(given)
 
-    def log_linear_delta_merge(nodes, fades, out, change, left, right, fade, loaded, *rest):
+    def log_linear_delta_merge(fades, *refs):
+        sources, refs = refs[:both], refs[both:]
+        out, out_rest, change, left, right, fade, loaded, *rest = refs
         at = Part.here(tiles, KINDS)
         here = columns(at.tile)
-        for i in range(both):
-            kind = KINDS * i + at.kind
-            plgpu.copy_gmem_to_smem(nodes.at[kind, at.row, 2 * at.pair, at.head, :, here], left.at[i], loaded)
-            plgpu.copy_gmem_to_smem(nodes.at[kind, at.row, 2 * at.pair + 1, at.head, :, here], right.at[i], loaded)
-        plgpu.copy_gmem_to_smem(nodes.at[CHANGE, at.row, 2 * at.pair + 1, at.head], change, loaded)
+        for i, source in enumerate(sources):
+            for target, node in ((left, 2 * at.pair), (right, 2 * at.pair + 1)):
+                plgpu.copy_gmem_to_smem(source.at[at.kind, at.row, node, at.head, :, here], target.at[i], loaded)
+        plgpu.copy_gmem_to_smem(sources[0].at[CHANGE, at.row, 2 * at.pair + 1, at.head], change, loaded)
         plgpu.copy_gmem_to_smem(fades.at[at.row, at.pair * heads + at.head], fade, loaded)
         plgpu.barrier_wait(loaded)
         faded = together(left) * jnp.where(at.kind == CHANGE, 1.0, fade[0])
         narrow = left_operand(faded.astype(dtype), rest[0] if rest else None)
         total = add_product(faded + together(right), narrow, change.T, interpret)
-        targets = [out.at[KINDS * i + at.kind, at.row, at.pair, at.head, :, here] for i in range(2)]
+        targets = [ref.at[at.kind, at.row, at.pair, at.head, :, here] for ref in (out, out_rest)]
         send_tile(total, left.at[0], targets)
         plgpu.wait_smem_to_gmem(0)
 
@@ -125,9 +128,10 @@ def merge(nodes, fades, *, config: Config, interpret=None) -> jax.Array:
         plgpu.Barrier(num_arrivals=2 * both + 2),
         *[shared(TILE, dim, dtype=dtype)] * (interpret is not None),
     ]
-    out = jax.ShapeDtypeStruct((2 * KINDS, batch, pairs, heads, dim, dim), dtype)
-    grid, name = (batch, pairs, heads * KINDS * tiles), "log_linear_delta_merge"
-    return launch(name, log_linear_delta_merge, (nodes, wide_fades(fades)), out, scratch, grid, config, interpret)
+    out = [jax.ShapeDtypeStruct((KINDS, batch, pairs, heads, dim, dim), dtype)] * 2
+    grid, arguments = (batch, pairs, heads * KINDS * tiles), (wide_fades(fades), *given)
+    name = "log_linear_delta_merge"
+    return tuple(launch(name, log_linear_delta_merge, arguments, out, scratch, grid, config, interpret))
 
 
 def load_cotangent(d: Cotangents, index, kind, at: Part, window, tiles, loaded) -> None:
@@ -272,8 +276,8 @@ def unmerge_right(nodes, fades, d: Cotangents, both: int, config: Config, interp
 def unmerge(nodes, fades, d: Cotangents, read, *, lowest: bool, config: Config, interpret=None) -> tuple:
     """(Cotangents of the nodes of a level, df f [B, P // 2, H]) from those of the next one.
 
-    nodes and fades as in `merge`; read [B, P', H, 2, K, K], P' >= P // 2: the cotangents (dN, dS) of the even ones from
-    the tokens that read them. At the lowest level nothing is kept of the rounding."""
+    nodes (N, S) [2, B, P, H, K, K] and fades as in `merge`; read [B, P', H, 2, K, K], P' >= P // 2: the cotangents
+    (dN, dS) of the even ones from the tokens that read them. At the lowest level nothing is kept of the rounding."""
     both = 1 if lowest else 2
     left, state, d_fades = unmerge_left(nodes, fades, d, read, both, config, interpret)
     return Cotangents(left, unmerge_right(nodes, fades, d, both, config, interpret), state), d_fades

@@ -94,10 +94,11 @@ def sum_of(terms) -> jax.Array:
     return functools.reduce(jnp.add, (term.astype(jnp.float32) for term in terms))
 
 
-def whole(nodes: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(N, S) [..., H, K, K] float32 of nodes [2 or 4, ...], those of 4 with what they were rounded by."""
-    parts = nodes.astype(jnp.float32)
-    return tuple(parts[:2] if nodes.shape[0] == 2 else parts[:2] + parts[2:])
+def whole(nodes: jax.Array, rests: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """(N, S) [..., H, K, K] float32 of nodes [2, ...] and what they were rounded by."""
+    exact = nodes.astype(jnp.float32)
+    change, state = exact if rests is None else exact + rests.astype(jnp.float32)
+    return change, state
 
 
 def rounded(pair: tuple, dtype, both: bool) -> jax.Array:
@@ -112,12 +113,16 @@ def made(q, k, u, inverse, gates, vectors, fades, config, interpret) -> tuple:
     from efla_jax.kernels import log_linear_delta, log_linear_delta_read, log_linear_delta_tree
 
     options = dict(config=config, interpret=interpret)
-    levels = [log_linear_delta.nodes(k, u, inverse, vectors, **options)]
-    for fade in fades:
-        levels.append(log_linear_delta_tree.merge(levels[-1], jnp.exp(fade), **options))
+    nodes, rests = log_linear_delta.nodes(k, u, inverse, vectors, **options), None
+    levels, runs = [nodes], {}
+    for level in range(len(fades) + 1):
+        if nodes.shape[2] % 2:
+            runs[level] = whole(nodes[:, :, -1], None if rests is None else rests[:, :, -1])
+        if level < len(fades):
+            nodes, rests = log_linear_delta_tree.merge(nodes, rests, jnp.exp(fades[level]), **options)
+            levels.append(nodes)
     depth = log_linear_delta.Sizes.of(k, u).depth
     o = log_linear_delta_read.read_out(q, k, u, inverse, gates, tuple(levels[:depth]), **options)
-    runs = {level: whole(nodes[:, :, -1]) for level, nodes in enumerate(levels) if nodes.shape[2] % 2}
     return (o, runs), levels
 
 
