@@ -23,7 +23,11 @@ The third paper prints its rows' length, its numbers of pairs, its widths and th
 rest is zoology's; 10,000 rows (a rerun of others has so many), 2000 of each number of pairs, batches of 64, 64 epochs,
 and, so that states are of one size, one head with K = V = width, in Mamba-2, too.
 
-A run of the third figure takes minutes on a GPU by itself, twelve of them together hardly longer. Published, per cent:
+Cost of the third figure: 360 runs, thirty programs of twelve; a run is 10,240 steps of 16,384 tokens (1.7e8), or until
+99 %. At an estimated 10 to 30 ms a step of twelve on one H200, log-linear mixers the longer, that is one to three
+GPU-hours for all of it; --arguments and --config.train.steps make it less. Of the first figure a run is 12,544 to 50,048
+steps of 32,768 or 65,536 tokens, of the second 22,624 of 16,384 to 65,536: days for all. Not run yet. Published, per
+cent:
 
 | | width 32 | width 64 |
 | --- | --- | --- |

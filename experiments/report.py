@@ -23,6 +23,10 @@ A sweep of associative recall (configs/adaptive_decay.py), trained length and be
 
 A sweep of configs/paper_mqar.py: accuracy by mixer and width at its best rate: runs.csv, sizes.csv, table.md, mqar.png.
 
+    python -m experiments.report copying --runs=runs/copying --out=experiments/results/copying
+
+A sweep of configs/paper_selective_copying.py, by length and kind of level weights: runs.csv, table.md, copying.png.
+
     python -m experiments.report mad --runs=runs/mad --out=experiments/results/mad
     python -m experiments.report state_tracking --runs=runs/parity --out=experiments/results/parity
 
@@ -46,7 +50,7 @@ from absl import app, flags
 
 from efla_jax import evaluate, metrics
 from efla_jax.train import loop
-from experiments import books_report, mad_report, mqar_report, recall_report, state_tracking_report
+from experiments import books_report, copying_report, mad_report, mqar_report, recall_report, state_tracking_report
 from experiments.runs import restored
 
 RUNS = flags.DEFINE_string("runs", None, "folder whose sub-folders are finished runs; all but level_weights")
@@ -260,6 +264,10 @@ def mqar() -> None:
     mqar_report.write(pathlib.Path(RUNS.value), pathlib.Path(OUT.value))
 
 
+def copying() -> None:
+    copying_report.write(pathlib.Path(RUNS.value), pathlib.Path(OUT.value))
+
+
 def mad() -> None:
     mad_report.write(pathlib.Path(RUNS.value), pathlib.Path(OUT.value))
 
@@ -278,6 +286,7 @@ COMMANDS = {
     "recall": (recall, (RUNS, OUT), ()),
     "books": (books, (RUNS, OUT), ()),
     "mqar": (mqar, (RUNS, OUT), ()),
+    "copying": (copying, (RUNS, OUT), ()),
     "mad": (mad, (RUNS, OUT), ()),
     "state_tracking": (state_tracking, (RUNS, OUT), ()),
     "level_weights": (level_weights, (CHECKPOINT, OUT), (DATA, SPLIT, BATCH, ROWS, TEXT, TOKENS, LAYERS, HEAD_LIST)),
