@@ -2,11 +2,12 @@
 Mosaic GPU.
 
 Keys stand in cells of 64 slots, X heads side by side in a slot: a cache of every token, or pages of selected chunks,
-each with an owner. An item is a cell's keys of one of its heads; only the query heads that read it count. A program
-takes a stretch of a row's items, so that the work is spread evenly and follows the cells in use, whoever owns them. As
-a tensor core multiplies 64 rows at least, all query heads of the row are multiplied with every item, and a mask leaves
-those that read it: no list by owner is needed. Two compute warpgroups take the items in turns, one more warpgroup only
-issues loads, and every compute warpgroup leaves its outputs and the logarithms of its sums, which are joined outside.
+each with an owner. An item is a cell's keys of one of its heads; only the query heads that read it count. A tail, the
+chunk that is still open, may follow: one more cell, with heads of its own. A program takes a stretch of a row's items,
+so that the work is spread evenly and follows the cells in use, whoever owns them. As a tensor core multiplies 64 rows
+at least, all query heads of the row are multiplied with every item, and a mask leaves those that read it: no list by
+owner is needed. Two compute warpgroups take the items in turns, one more warpgroup only issues loads, and every compute
+warpgroup leaves its outputs and the logarithms of its sums, which are joined outside.
 Source: FlashAttention (arXiv 2307.08691), its division of the keys for decoding.
 """
 
@@ -53,13 +54,14 @@ SAFE = Config()
 
 
 class Sizes(NamedTuple):
-    """Sizes of a call: query heads, slots, key heads of a slot, query heads that read one key head, K, V; programs of a
-    row, stages, and how it runs."""
+    """Sizes of a call: query heads, slots, key heads of a slot, query heads that read one key head, key heads of the
+    tail (0: none), K, V; programs of a row, stages, and how it runs."""
 
     heads: int
     slots: int
     key_heads: int
     readers: int
+    tail_heads: int
     key_dim: int
     value_dim: int
     programs: int
@@ -88,23 +90,44 @@ class Memory(NamedTuple):
     left: list
 
 
+class Sources(NamedTuple):
+    """q [B, 64, K]; k [B, S, X, K], v [B, S, X, V]; limits [B, 1 or 2] int32: slots in use, of the cells and of the
+    tail; owners [B, S / 64] int32 or None; tail_k [B, 64, G, K], tail_v [B, 64, G, V] or None."""
+
+    q: Any
+    k: Any
+    v: Any
+    limits: Any
+    owners: Any
+    tail_k: Any
+    tail_v: Any
+
+
 class Stretch(NamedTuple):
-    """A program: row of the batch, part of the row, its first item and how many; slots of the row in use."""
+    """A program: row of the batch, part of the row, its first item and how many; the row's items in cells and slots in
+    use; slots of the tail in use."""
 
     row: Any
     part: Any
     first: Any
     items: Any
+    ahead: Any
     limit: Any
+    fill: Any
 
     @classmethod
     def here(cls, limits, sizes: Sizes) -> "Stretch":
         row, part = lax.axis_index("row"), lax.axis_index("part")
-        limit = limits[row]
-        total = lax.div(limit + CELL - 1, CELL) * sizes.key_heads
+        limit = limits[row, 0]
+        ahead = lax.div(limit + CELL - 1, CELL) * sizes.key_heads
+        total = ahead + sizes.tail_heads
         each = lax.div(total + sizes.programs - 1, sizes.programs)
         first = jnp.minimum(part * each, total)
-        return cls(row, part, first, jnp.minimum(each, total - first), limit)
+        fill = limits[row, 1] if sizes.tail_heads else 0
+        return cls(row, part, first, jnp.minimum(each, total - first), ahead, limit, fill)
+
+    def in_tail(self, i) -> Any:
+        return self.first + i >= self.ahead
 
     def place(self, i, sizes: Sizes) -> tuple:
         """(cell, key head) of the stretch's item i."""
@@ -129,21 +152,32 @@ def unsupported(heads: int, key_dim: int, value_dim: int, slots: int, dtype) -> 
     return None
 
 
-def load(stretch: Stretch, q, k, v, memory: Memory, sizes: Sizes) -> None:
+def load(stretch: Stretch, x: Sources, memory: Memory, sizes: Sizes) -> None:
     """The loading warpgroup."""
-    plgpu.copy_gmem_to_smem(q.at[stretch.row], memory.q, memory.queries)
+    plgpu.copy_gmem_to_smem(x.q.at[stretch.row], memory.q, memory.queries)
+
+    def copy(k, v, slots, head, slot) -> None:
+        plgpu.copy_gmem_to_smem(k.at[stretch.row, slots, head], memory.k.at[slot], memory.k_full.at[slot])
+        plgpu.copy_gmem_to_smem(v.at[stretch.row, slots, head], memory.v.at[slot], memory.v_full.at[slot])
 
     def step(i, _):
         slot = lax.rem(i, sizes.stages)
-        cell, head = stretch.place(i, sizes)
-        slots = pl.ds(stretch.begin(cell, sizes), CELL)
 
         @pl.when(i >= sizes.stages)
         def _():
             plgpu.barrier_wait(memory.empty.at[slot])
 
-        plgpu.copy_gmem_to_smem(k.at[stretch.row, slots, head], memory.k.at[slot], memory.k_full.at[slot])
-        plgpu.copy_gmem_to_smem(v.at[stretch.row, slots, head], memory.v.at[slot], memory.v_full.at[slot])
+        def of_cell():
+            cell, head = stretch.place(i, sizes)
+            copy(x.k, x.v, pl.ds(stretch.begin(cell, sizes), CELL), head, slot)
+
+        if not sizes.tail_heads:
+            return of_cell()
+        pl.when(jnp.logical_not(stretch.in_tail(i)))(of_cell)
+
+        @pl.when(stretch.in_tail(i))
+        def _():
+            copy(x.tail_k, x.tail_v, pl.ds(0, CELL), stretch.first + i - stretch.ahead, slot)
 
     lax.fori_loop(0, stretch.items, step, None)
 
@@ -156,13 +190,21 @@ def load(stretch: Stretch, q, k, v, memory: Memory, sizes: Sizes) -> None:
 def seen(stretch: Stretch, i, owner, sizes: Sizes) -> jax.Array:
     """Which rows (query heads) see which keys of an item, bool [64, 64]."""
     cell, head = stretch.place(i, sizes)
-    reader = (owner * sizes.key_heads + head) * sizes.readers
-    row, slot = index(CELL, CELL, 0), index(CELL, CELL, 1) + stretch.begin(cell, sizes)
-    found = (row >= reader) & (row < reader + sizes.readers) & (slot < stretch.limit)
-    return found if sizes.slots % CELL == 0 else found & (slot >= cell * CELL)
+    reader, readers = (owner * sizes.key_heads + head) * sizes.readers, sizes.readers
+    begin = stretch.begin(cell, sizes)
+    first, last = cell * CELL - begin, stretch.limit - begin
+    if sizes.tail_heads:
+        tail, own = stretch.in_tail(i), sizes.heads // sizes.tail_heads
+        reader = jnp.where(tail, (stretch.first + i - stretch.ahead) * own, reader)
+        readers, last = jnp.where(tail, own, readers), jnp.where(tail, stretch.fill, last)
+    row, column = index(CELL, CELL, 0), index(CELL, CELL, 1)
+    found = (row >= reader) & (row < reader + readers) & (column < last)
+    if sizes.slots % CELL == 0:
+        return found
+    return found & (column >= (jnp.where(tail, 0, first) if sizes.tail_heads else first))
 
 
-def attend(stretch: Stretch, owners, memory: Memory, sizes: Sizes) -> None:
+def attend(stretch: Stretch, owners: Any, memory: Memory, sizes: Sizes) -> None:
     """A compute warpgroup: outputs [64, V] and log sums [64] of every second item, in shared memory."""
     group, dtype, interpret = lax.axis_index("group"), memory.v.dtype, sizes.interpret
     left = memory.left[0].at[group] if memory.left else None
@@ -228,46 +270,48 @@ def scratch(sizes: Sizes, dtype) -> list:
     ]
 
 
-def sizes_of(q, k, v, owners, routes: int, config: Config, interpret) -> Sizes:
+def sizes_of(q, k, v, tail, routes: int, config: Config, interpret) -> Sizes:
     (batch, heads, key_dim), (slots, key_heads), value_dim = q.shape, k.shape[1:3], v.shape[3]
-    readers = heads // (key_heads * routes)
+    readers, tail_heads = heads // (key_heads * routes), tail[0].shape[2] if tail else 0
     beside = CELL * (2 * key_dim + GROUPS * 4 * (value_dim + 1))
     fitting = (SHARED_MEMORY - 2048 - beside) // (2 * CELL * (key_dim + value_dim))
     stages = max(min(config.stages, fitting) // GROUPS * GROUPS, GROUPS)
     programs = max(min(config.programs // batch, -(-slots // CELL)), 1)
-    return Sizes(heads, slots, key_heads, readers, key_dim, value_dim, programs, stages, interpret)
+    return Sizes(heads, slots, key_heads, readers, tail_heads, key_dim, value_dim, programs, stages, interpret)
 
 
 @narrow_indices()
-def partial(q, k, v, owners, limits, *, routes: int = 1, config: Config = SAFE, interpret=None):
+def partial(q, k, v, owners, limits, *, tail=None, routes: int = 1, config: Config = SAFE, interpret=None):
     """(o [B, P, H, V], L [B, P, H]) float32 of P parts of a row's keys: outputs, and logarithms of the softmax's sums,
     MASKED where a head sees none of the part.
 
     q [B, H, K]; k [B, S, X, K], v [B, S, X, V] of one 16-bit dtype; limits [B] int32: slots in use. owners [B, S / 64]
     int32, below `routes`: query head h reads of a cell of owner r the key head x with r X + x = h // (H // (X routes));
-    None: routes is 1."""
-    sizes = sizes_of(q, k, v, owners, routes, config, interpret)
+    None: routes is 1. tail: None, or (k [B, 64, G, K], v [B, 64, G, V], slots in use [B] int32), of which query head h
+    reads key head h // (H // G)."""
+    sizes = sizes_of(q, k, v, tail, routes, config, interpret)
     batch, dtype = q.shape[0], v.dtype
     q = jnp.pad(q, ((0, 0), (0, CELL - sizes.heads), (0, 0)))
-    given = (q, k, v, limits) if owners is None else (q, k, v, limits, owners)
+    limits = jnp.stack([limits, tail[2]] if tail else [limits], axis=1)
+    given = Sources(q, k, v, limits, owners, *(tail[:2] if tail else (None, None)))
+    arrays, tree = jax.tree.flatten(given)
 
     def body(*refs):
-        q, k, v, limits, *maybe = refs[: len(given)]
-        o_g, log_sum_g, *rest = refs[len(given) :]
+        x, (o_g, log_sum_g, *rest) = jax.tree.unflatten(tree, refs[: len(arrays)]), refs[len(arrays) :]
         memory = Memory(*rest[:9], left=list(rest[9:]))
-        stretch = Stretch.here(limits, sizes)
+        stretch = Stretch.here(x.limits, sizes)
 
         def compute():
             group = lax.axis_index("group")
             plgpu.barrier_wait(memory.queries)
-            attend(stretch, maybe[0] if maybe else None, memory, sizes)
+            attend(stretch, x.owners, memory, sizes)
             plgpu.commit_smem()
             part, rows = stretch.part * GROUPS + group, pl.ds(0, sizes.rows)
             plgpu.copy_smem_to_gmem(memory.o.at[group, rows], o_g.at[stretch.row, part])
             plgpu.copy_smem_to_gmem(memory.log_sum.at[group], log_sum_g.at[stretch.row, part])
             plgpu.wait_smem_to_gmem(0)
 
-        split(lambda: load(stretch, q, k, v, memory, sizes), compute)
+        split(lambda: load(stretch, x, memory, sizes), compute)
 
     parts = GROUPS * sizes.programs
     out = [jax.ShapeDtypeStruct((batch, parts, sizes.rows, sizes.value_dim), f32)]
@@ -282,5 +326,5 @@ def partial(q, k, v, owners, limits, *, routes: int = 1, config: Config = SAFE, 
         thread_name="group",
         compiler_params=parameters(False),
         interpret=interpret,
-    )(*given)
+    )(*arrays)
     return o[:, :, : sizes.heads], log_sum[:, :, : sizes.heads]

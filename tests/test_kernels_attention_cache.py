@@ -93,6 +93,7 @@ def interpreted(monkeypatch):
     """What the ops reach as "pallas" runs in the interpreter."""
     for module, name in (
         (glue, "latest"),
+        (glue, "latest_of_pages"),
         (glue, "paged"),
         (pallas_attention, "softmax"),
         (pallas_attention, "block_sparse"),

@@ -200,17 +200,23 @@ def one_token(options: Options, q, k, v, selected, kv: SelectedKV, segment_ids) 
         return slots.at[jnp.arange(batch), slot].set(x[:, 0].astype(slots.dtype), mode="drop", unique_indices=True)
 
     open_k, open_v = put(kv.open_k, k), put(kv.open_v, v)
-    used = jnp.arange(size) < (fill + real)[:, None]
 
-    def local(solve, q, k, v, selected, used, real, *pool):
-        o, log_sum = in_slots(q, mask_padding(used, k), mask_padding(used, v), used)
-        o = with_pages(o, log_sum, q, real, selected.shape[2], Pool(*pool), pages_of(solve))
-        return mask_padding(real, o)
+    def local(solve, q, open_k, open_v, selected, fill, *pool):
+        run = latest if solve is in_tiles else latest_by_kernel
+        return run(q, open_k, open_v, fill, Pool(*pool), selected.shape[2])
 
     state = advanced(kv, chunks, selected, Held(open_k[:, None], open_v[:, None], open_k, open_v))
-    legends = ("BSQK", "BCXK", "BCXV", "BNR", "BC", "BS", *POOL)
-    arrays = (q, open_k, open_v, selected, used, chunks.real, *state[:4], kv.pages)
+    legends = ("BSQK", "BCXK", "BCXV", "BNR", "B", *POOL)
+    arrays = (q, open_k, open_v, selected, jnp.where(real, fill + 1, 0), *state[:4], kv.pages)
     return over_mesh(options, local, arrays, legends, "BSQV").astype(v.dtype), state
+
+
+def latest(q, open_k, open_v, fill, pool: Pool, routes: int) -> jax.Array:
+    """Outputs [B, 1, H, V] of one query a row that sees the first `fill` [B] slots of its open chunk, and the pages if
+    there are any such slots; 0 if not."""
+    used, real = jnp.arange(open_k.shape[1]) < fill[:, None], fill[:, None] > 0
+    o, log_sum = in_slots(q, mask_padding(used, open_k), mask_padding(used, open_v), used)
+    return mask_padding(real, with_pages(o, log_sum, q, real, routes, pool, paged))
 
 
 def over_mesh(options: Options, local: Callable, arrays, legends, result: str) -> jax.Array:
@@ -318,6 +324,13 @@ def by_kernels(*arguments) -> tuple[jax.Array, jax.Array]:
     from efla_jax.ops.pallas_attention import block_sparse
 
     return block_sparse(*arguments)
+
+
+def latest_by_kernel(*arguments) -> jax.Array:
+    """`latest` by a GPU kernel."""
+    from efla_jax.ops.pallas_attention_cache import latest_of_pages
+
+    return latest_of_pages(*arguments)
 
 
 def pages_of(solve: Callable) -> Callable:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from efla_jax.ops import attention, selected_pages
 from efla_jax.ops.attention import MASKED
+from efla_jax.ops.block_sparse_attention import latest as latest_by_xla
 from efla_jax.ops.document_chunks import placed
 from efla_jax.ops.hopper import require_hopper
 from efla_jax.ops.pallas_attention import filled
@@ -99,26 +100,31 @@ def before(q, mine, k, v, length, interpret) -> tuple[jax.Array, jax.Array]:
 # ---- pages of selected chunks ---------------------------------------------------------------------------------------
 
 
+def require_pages(q, pool: Pool, interpret) -> None:
+    op = "block_sparse_attention"
+    if pool.k.shape[2] != CELL:
+        raise NotImplementedError(f"{op}: the kernels have chunks of {CELL}, not of {pool.k.shape[2]}")
+    require(op, q, *slots_of(pool), interpret=interpret)
+
+
+def slots_of(pool: Pool) -> tuple[jax.Array, jax.Array]:
+    """Keys and values of the pages side by side, [B, M C, E, K] and [B, M C, E, V]."""
+    k, v = (x.reshape(x.shape[0], -1, *x.shape[3:]) for x in pool[:2])
+    return k, v
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def solve_paged(q, mine, pool, routes, interpret):
-    from efla_jax.kernels import attention_decode, attention_prefix
+    from efla_jax.kernels.attention_prefix import forward
 
-    (batch, room, size), owner = pool.k.shape[:3], pool.owner
-    k, v = (x.reshape(batch, room * size, *x.shape[3:]) for x in pool[:2])
-    pages = jnp.minimum(pool.pages, room)
-    if q.shape[1] == 1:
-        limit = jnp.where(mine[:, 0], pages * size, 0)
-        parts = attention_decode.partial(q[:, 0], k, v, owner, limit, routes=routes, interpret=interpret)
-        return tuple(x[:, None] for x in joined(*parts))
-    picked = (owner[:, None] == jnp.arange(routes)[:, None]) & (jnp.arange(room) < pages[:, None])[:, None]
+    batch, room, size = pool.k.shape[:3]
+    in_use = jnp.arange(room) < jnp.minimum(pool.pages, room)[:, None]
+    picked = (pool.owner[:, None] == jnp.arange(routes)[:, None]) & in_use[:, None]
     rank = jnp.cumsum(picked, axis=2, dtype=jnp.int32)
     target = jnp.where(picked, rank - 1, room + jnp.arange(room))
     order = placed(target.reshape(-1, room), room).reshape(picked.shape)
-    whole = jnp.full((batch,), size, jnp.int32)
-    found = attention_prefix.forward(
-        filled(q), k, v, order, in_tiles(mine, rank[..., -1]), whole, interpret=interpret
-    )  # fmt: skip
-    return seen_by(mine, *found)
+    counts, whole = in_tiles(mine, rank[..., -1]), jnp.full((batch,), size, jnp.int32)
+    return seen_by(mine, *forward(filled(q), *slots_of(pool), order, counts, whole, interpret=interpret))
 
 
 def _paged_forward(q, mine, pool, routes, interpret):
@@ -127,12 +133,11 @@ def _paged_forward(q, mine, pool, routes, interpret):
 
 def _paged_backward(routes, _, saved, cotangents):
     q, mine, pool = saved
-    floating = q, pool.k, pool.v, pool.weight
 
     def by_xla(q, k, v, weight):
         return selected_pages.paged(q, mine, routes, pool._replace(k=k, v=v, weight=weight))
 
-    _, pull = jax.vjp(by_xla, *floating)
+    _, pull = jax.vjp(by_xla, q, pool.k, pool.v, pool.weight)
     d_q, d_k, d_v, d_weight = pull(cotangents)
     return d_q, None, Pool(d_k, d_v, None, d_weight, None)
 
@@ -141,10 +146,45 @@ solve_paged.defvjp(_paged_forward, _paged_backward)
 
 
 def paged(q, mine, routes: int, pool: Pool, interpret=None) -> tuple[jax.Array, jax.Array]:
-    """`selected_pages.paged` by a kernel."""
-    op = "block_sparse_attention"
-    if pool.k.shape[2] != CELL:
-        raise NotImplementedError(f"{op}: the kernels have chunks of {CELL}, not of {pool.k.shape[2]}")
-    k, v = (x.reshape(x.shape[0], -1, *x.shape[3:]) for x in pool[:2])
-    require(op, q, k, v, interpret)
+    """`selected_pages.paged` of several tokens by a kernel."""
+    if q.shape[1] == 1:
+        raise NotImplementedError("block_sparse_attention: a single token goes to the kernel of one token")
+    require_pages(q, pool, interpret)
     return solve_paged(q, mine, pool, routes, interpret)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def solve_latest(q, open_k, open_v, fill, pool, routes, interpret):
+    from efla_jax.kernels.attention_decode import partial
+
+    limit = jnp.where(fill > 0, jnp.minimum(pool.pages, pool.k.shape[1]) * CELL, 0)
+    tail = open_k, open_v, fill
+    parts = partial(q[:, 0], *slots_of(pool), pool.owner, limit, tail=tail, routes=routes, interpret=interpret)
+    return joined(*parts)[0][:, None].astype(open_v.dtype)
+
+
+def _latest_forward(q, open_k, open_v, fill, pool, routes, interpret):
+    return solve_latest(q, open_k, open_v, fill, pool, routes, interpret), (q, open_k, open_v, fill, pool)
+
+
+def _latest_backward(routes, _, saved, cotangent):
+    q, open_k, open_v, fill, pool = saved
+
+    def by_xla(q, open_k, open_v, k, v, weight):
+        given = pool._replace(k=k, v=v, weight=weight)
+        return latest_by_xla(q, open_k, open_v, fill, given, routes).astype(open_v.dtype)
+
+    _, pull = jax.vjp(by_xla, q, open_k, open_v, pool.k, pool.v, pool.weight)
+    *gradients, d_k, d_v, d_weight = pull(cotangent)
+    return *gradients, None, Pool(d_k, d_v, None, d_weight, None)
+
+
+solve_latest.defvjp(_latest_forward, _latest_backward)
+
+
+def latest_of_pages(q, open_k, open_v, fill, pool: Pool, routes: int, interpret=None) -> jax.Array:
+    """`block_sparse_attention.latest` by the kernel."""
+    require_pages(q, pool, interpret)
+    if not open_k.dtype == open_v.dtype == q.dtype:
+        raise NotImplementedError(f"block_sparse_attention: an open chunk of {open_k.dtype}, but q of {q.dtype}")
+    return solve_latest(q, open_k, open_v, fill, pool, routes, interpret)
