@@ -23,7 +23,7 @@ import sys
 
 import jax
 
-from efla_jax.generate import BLOCK, PIECE, Choice, Prefix, snapshot
+from efla_jax.generate import BLOCK, PIECE, Choice, Prefix, snapshot, stream_of
 from experiments import generate_batch, generate_session
 from experiments.generation import Generator, repeated, show_in_terminal, stop_tokens
 from experiments.language_runs import open_run, positive
@@ -120,7 +120,8 @@ def one_prompt(
         print(f"{len(whole)} tokens are in {chosen.save}", file=sys.stderr)
         return 0
     if chosen.samples == 1:
-        answer = generator.answers(generator.read([ids], prefix), [whole], [0], show=show_in_terminal)[0]
+        read, streams = generator.read([ids], prefix), [stream_of(whole, 0)]
+        answer = generator.answers(read, [whole], streams, show=show_in_terminal)[0]
         print(flush=True)
         first, rate = generator.timing
         print(f"({len(answer.tokens)} tokens, {answer.finish}, {first:.2f} s to the first, {rate:.1f} tokens/s)",
@@ -129,7 +130,8 @@ def one_prompt(
     size = min(chosen.batch_size, chosen.samples)
     read = generator.read([ids], prefix)
     for start in range(0, chosen.samples, size):
-        streams, rows = [*range(start, start + size)], min(size, chosen.samples - start)
+        streams = [stream_of(whole, number) for number in range(start, start + size)]
+        rows = min(size, chosen.samples - start)
         answers = generator.answers(repeated(read, size), [whole] * rows, streams, keep=size == 1)
         for number, answer in enumerate(answers, start):
             print(json.dumps({"sample": number, "text": answer.text, "finish": answer.finish}, ensure_ascii=False))

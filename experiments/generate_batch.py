@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from efla_jax.generate import Prefix
+from efla_jax.generate import Prefix, stream_of
 from efla_jax.generate.text import LEFT_CONTEXT
 from experiments.generation import Answer, Generator, repeated
 
@@ -119,7 +119,8 @@ def answers_of(
     try:
         read = generator.read([job.ids for job in filled], repeated(prefix, size))
         before = [[*context[-LEFT_CONTEXT:], *job.ids] for job in batch]
-        return list(generator.answers(read, before, [job.sample for job in filled]))
+        streams = [stream_of([*context, *job.ids], job.sample) for job in filled]
+        return list(generator.answers(read, before, streams))
     except FloatingPointError as error:
         if len(batch) == 1:
             return [str(error)]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from efla_jax.generate import Prefix, snapshot
+from efla_jax.generate import Prefix, snapshot, stream_of
 from experiments.generation import Generator, show_in_terminal
 
 HELP = """\
@@ -60,7 +60,8 @@ class Session:
         ids = generator.encode(line, first=not start.tokens) if line or not start.tokens else []
         read = generator.read([[*start.pending, *ids]], start.prefix)
         before = [[*start.tokens, *ids]]
-        answer = generator.answers(read, before, [self.stream], keep=True, show=self.show, interruptible=True)[0]
+        streams = [stream_of(before[0], self.stream)]
+        answer = generator.answers(read, before, streams, keep=True, show=self.show, interruptible=True)[0]
         self.write("\n")
         said = tuple(generator.tokens_of(answer))
         self.now = Turn(read, said, (*before[0], *said), start.text + line + answer.text)

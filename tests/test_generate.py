@@ -266,6 +266,16 @@ def test_streams_decide_what_is_drawn():
     assert ended[1:] == first[1:] and set(ended[0][1:]) == {-1}
 
 
+def test_two_prompts_share_no_noise():
+    """Of a model that finds every token equally likely, a text is its noise: one for each prompt and number."""
+    module = model("efla")
+    params = jax.tree.map(jnp.zeros_like, parameters(module))
+    alone = [generate(module, params, [prompt], max_new_tokens=8)[0] for prompt in (PROMPTS[0], PROMPTS[1], PROMPTS[0])]
+    assert alone[0] == alone[2] != alone[1]
+    together = generate(module, params, [PROMPTS[0]] * 2, max_new_tokens=8)
+    assert together[0] == alone[0] != together[1]
+
+
 def test_ids_beyond_the_tokenizer_are_never_chosen():
     module = model("efla", "attention")
     prefix = prefill(module, parameters(module), PROMPTS, coming=30)

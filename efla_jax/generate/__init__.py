@@ -15,12 +15,12 @@ import numpy as np
 
 from efla_jax.generate.decode import BLOCK, Decoding, decode_block
 from efla_jax.generate.prefix import PIECE, Prefix, Prompts, padded, prefill, read_piece, take
-from efla_jax.generate.sampling import Choice, Sampling, likely, sample
+from efla_jax.generate.sampling import Choice, Sampling, likely, sample, stream_of
 from efla_jax.model import LanguageModel
 
 __all__ = [
     "BLOCK", "PIECE", "Choice", "Decoding", "Prefix", "Prompts", "Sampling", "decode_block", "generate", "likely",
-    "padded", "prefill", "read_piece", "sample", "take",
+    "padded", "prefill", "read_piece", "sample", "stream_of", "take",
 ]  # fmt: skip
 
 
@@ -53,7 +53,11 @@ def generate(
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens: {max_new_tokens} is not positive.")
     prefix = prefill(model, params, prompts, segment_ids=segment_ids, coming=max_new_tokens, piece=piece)
-    decoding = Decoding(model, params, prefix, choice, max_new_tokens=max_new_tokens, block=block, keep=False)
+    real = prompts if segment_ids is None else [row[ids != 0] for row, ids in zip(prompts, segment_ids, strict=True)]
+    streams = [stream_of(row, i) for i, row in enumerate(real)]
+    decoding = Decoding(
+        model, params, prefix, choice, max_new_tokens=max_new_tokens, streams=streams, block=block, keep=False
+    )
     rows: list[list[int]] = [[] for _ in prefix.length]
     for tokens in decoding:
         for row, new in zip(rows, tokens, strict=True):

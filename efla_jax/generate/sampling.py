@@ -1,9 +1,12 @@
 """Which token comes next: greedily, or drawn at a temperature from the likely ones; and when a row has ended."""
 
+import zlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -44,6 +47,12 @@ def sample(keys: Array, logits: Float[Array, "B vocabulary"], how: Sampling) -> 
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
 
+def stream_of(prompt: Sequence[int] | np.ndarray, number: int) -> int:
+    """The random stream of text `number` behind a prompt's ids: of two prompts, even with one number, no texts share
+    their noise, and a prompt has the same wherever it stands."""
+    return zlib.crc32(np.asarray(prompt, np.int64).tobytes() + number.to_bytes(8, "little"))
+
+
 class Choice(NamedTuple):
     """How tokens are chosen, as numbers of Python.
 
@@ -51,7 +60,7 @@ class Choice(NamedTuple):
     top_k, top_p 0 and 1: no limit
     stop_tokens  ids that end a row
     vocabulary   ids from here on are never chosen: a table may have more rows than the tokenizer has tokens; 0: all may
-    seed         row number n of a call draws by the n-th of the seed's streams
+    seed         of the streams, one for each prompt and number of its text (see `stream_of`)
     """
 
     temperature: float = 1.0
