@@ -30,6 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from efla_jax.kernels.mosaic import (
     MASKED,
+    WGMMA,
     accumulated,
     by_column,
     by_row,
@@ -42,8 +43,10 @@ from efla_jax.kernels.mosaic import (
 
 BLOCK, ROWS, TILE = 128, 64, 64  # tokens of a block; those of a warpgroup; columns of V
 INSIDE = BLOCK.bit_length()  # levels of the pairs inside a block
-# Rows of the gates: G / ln 2; the decay after the token; the weights of the levels inside; the coefficients of states.
+# Rows of the gates in shared memory: G / ln 2; the decay after the token; the weights of the levels inside and of those
+# of states; last the row of `fade`, which has from SINCE on the log2 decays from each state's end to the block.
 SUM, AFTER, WEIGHTS, READS = 0, 1, 2, 2 + INSIDE
+SINCE = 64
 KEY_DIMS, DTYPES = (64, 128), ("bfloat16", "float16")
 SHARED_MEMORY = 227 * 1024  # bytes that a program may use on a Hopper GPU
 GROUPS = 2  # compute warpgroups
@@ -95,8 +98,8 @@ def unsupported(key_dim: int, value_dim: int, dtype) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of a call: B, blocks, G, H, K, V, the rows of its gates, and how many programs share the tiles of a key
-    head."""
+    """Sizes of a call: B, blocks, G, H, K, V, levels that have weights, and how many programs share the tiles of a
+    key head."""
 
     batch: int
     blocks: int
@@ -104,13 +107,18 @@ class Sizes:
     heads: int
     key_dim: int
     value_dim: int
-    rows: int
+    levels: int
     slices: int = 1
 
     @property
     def slots(self) -> int:
         """States that a token may read."""
-        return self.rows - READS
+        return self.levels - INSIDE
+
+    @property
+    def rows(self) -> int:
+        """Of the gates, where states are read."""
+        return WEIGHTS + self.levels + 1
 
     @property
     def columns(self) -> int:
@@ -127,9 +135,9 @@ class Sizes:
         return self.batch, self.blocks, self.key_heads * self.slices
 
     @classmethod
-    def of(cls, k, u, gates, config: Config) -> "Sizes":
+    def of(cls, k, u, gates: "Gates", config: Config) -> "Sizes":
         batch, time, key_heads, key_dim = k.shape
-        sizes = cls(batch, time // BLOCK, key_heads, *u.shape[2:3], key_dim, *u.shape[3:], gates.shape[3])
+        sizes = cls(batch, time // BLOCK, key_heads, *u.shape[2:3], key_dim, *u.shape[3:], gates.levels.shape[2])
         per_key, slices = sizes.tiles, 1
         programs = batch * sizes.blocks * key_heads
         while per_key % (2 * slices) == 0 and 2 * slices * programs <= config.waves * config.multiprocessors:
@@ -173,7 +181,7 @@ class Task(NamedTuple):
         return pl.ds(self.tile(i) * TILE, TILE)
 
     def gates(self, i):
-        """The row of the gates [B, P H, rows, 128] for a tile."""
+        """Which of the gates [B, N H, ...] are a tile's."""
         return self.block * self.sizes.heads + lax.div(self.tile(i), self.sizes.value_dim // TILE)
 
     @property
@@ -236,7 +244,7 @@ def memory_for(sizes: Sizes, config: Config, x: "Inputs", rows: int, *, beside: 
         values=shared(stages, values, BLOCK, TILE, dtype=dtype),
         gates=plgpu.SMEM((stages, rows, BLOCK), f32),
         keys=plgpu.Barrier(num_arrivals=2 + (x.codes is not None)),
-        full=plgpu.Barrier(num_arrivals=1 + values + (x.spread is not None), num_barriers=stages),
+        full=plgpu.Barrier(num_arrivals=3 + values, num_barriers=stages),
         empty=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
         codes=None if x.codes is None else plgpu.SMEM((BLOCK,), jnp.int32),
         spread=None if x.spread is None else shared(stages, TILE, sizes.key_dim, dtype=dtype),
@@ -263,15 +271,25 @@ def drain(barriers, total, count: int) -> None:
     lax.fori_loop(lax.max(total - count, 0), total, released, None)
 
 
+class Gates(NamedTuple):
+    """Float32, in global memory: vectors [B, N H, 2, 128]: G / ln 2 and the decay after each token; levels [B, N H, 8 +
+    slots, 128]: the weights; fade [B, N H, 128]: decays of states, see `log_linear_states.Writes`, and from SINCE on
+    the log2 of those from each slot's end to the block."""
+
+    vectors: Any
+    levels: Any
+    fade: Any
+
+
 class Inputs(NamedTuple):
-    """In global memory, channels flat: q, k; u, or u and dO; gates [B, N H, rows, 128]; or None: states [B, N, H V, K]
-    and the initial ones [B, slots, H V, K], cotangents of what blocks write [B, N, H V, K], numbers [B, N], and codes
-    [B, N, 128] int32 of the tokens: 128 times which document of the block it is, plus its place modulo 128."""
+    """In global memory, channels flat: q, k; u, or u and dO; gates; or None: states [B, N, H V, K] and the initial ones
+    [B, slots, H V, K], cotangents of what blocks write [B, N, H V, K], numbers [B, N], and codes [B, N, 128] int32 of
+    the tokens: 128 times which document of the block it is, plus its place modulo 128."""
 
     q: Any
     k: Any
     values: tuple
-    gates: Any
+    gates: Gates
     states: Any = None
     first: Any = None
     spread: Any = None
@@ -291,12 +309,17 @@ def load(task: Task, x: Inputs, memory: Memory) -> None:
     def tile(i, _):
         wait_for_release(memory.empty, i, stages)
         slot = lax.rem(i, stages)
-        barrier, rows = memory.full.at[slot], pl.ds(0, memory.gates.shape[1])
+        barrier, gates, which = memory.full.at[slot], memory.gates.at[slot], task.gates(i)
         for number, source in enumerate(x.values):
             target = memory.values.at[slot, number]
             plgpu.copy_gmem_to_smem(source.at[task.row, task.time, task.lanes(i)], target, barrier)
-        plgpu.copy_gmem_to_smem(x.gates.at[task.row, task.gates(i), rows], memory.gates.at[slot], barrier)
-        if x.spread is not None:
+        plgpu.copy_gmem_to_smem(x.gates.vectors.at[task.row, which], gates.at[pl.ds(0, WEIGHTS)], barrier)
+        levels = task.sizes.levels if x.spread is None else INSIDE
+        weights = x.gates.levels.at[task.row, which, pl.ds(0, levels)]
+        plgpu.copy_gmem_to_smem(weights, gates.at[pl.ds(WEIGHTS, levels)], barrier)
+        if x.spread is None:
+            plgpu.copy_gmem_to_smem(x.gates.fade.at[task.row, which], gates.at[WEIGHTS + levels], barrier)
+        else:
             source = x.spread.at[task.row, task.block, task.lanes(i)]
             plgpu.copy_gmem_to_smem(source, memory.spread.at[slot], barrier)
         if x.states is not None:
@@ -395,6 +418,16 @@ def pair_weights(gates, codes, group) -> jax.Array:
     return jnp.exp2(jnp.where(seen, exponent, MASKED)) * weight
 
 
+def vector(ref) -> jax.Array:
+    """A vector [64] in shared memory, one number a row."""
+    return plgpu.load(ref, layout=WGMMA.reduce(1), optimized=False)
+
+
+def since_state(gates, rows, level) -> jax.Array:
+    """The decay [64] from the end of the state of this level until each of these rows."""
+    return jnp.exp2(vector(gates.at[SUM, rows]) + gates[gates.shape[0] - 1, SINCE + level])
+
+
 def key_scores(memory: Memory, group) -> jax.Array:
     """Q K^T [64, 128] float32 of a warpgroup's rows."""
 
@@ -429,8 +462,9 @@ def compute(task: Task, memory: Memory, o, o_s, left) -> None:
 
             def multiply(acc):
                 plgpu.wgmma(acc, memory.q.at[here], memory.states.at[place].T)
-                weight = by_row(gates.at[READS + lowest_level(left_of), here], TILE)
-                return total + accumulated(acc, wait_n=0) * weight
+                level = lowest_level(left_of)
+                weight = vector(gates.at[READS + level, here]) * since_state(gates, here, level)
+                return total + accumulated(acc, wait_n=0) * lax.broadcast_in_dim(weight, (ROWS, TILE), (0,))
 
             total = pl.run_scoped(multiply, square)
             plgpu.barrier_arrive(memory.state_empty.at[place])
@@ -455,17 +489,16 @@ class Blocks(NamedTuple):
     codes: Any = None
 
 
-def read_out(q, k, u, gates, states, first, where: Blocks, *, config: Config, interpret=None) -> jax.Array:
+def read_out(q, k, u, gates: Gates, states, first, where: Blocks, *, config: Config, interpret=None) -> jax.Array:
     """O [B, T, H, V] in the dtype of u; anything in empty blocks.
 
-    q, k [B, T, G, K], u [B, T, H, V] of one 16-bit dtype, T a multiple of 128; gates [B, T / 128, H, rows, 128]
-    float32; states [B, T / 128, H V, K] and first [B, slots, H V, K] or None of that dtype."""
+    q, k [B, T, G, K], u [B, T, H, V] of one 16-bit dtype, T a multiple of 128; states [B, T / 128, H V, K] and first
+    [B, slots, H V, K] or None of that dtype."""
     sizes, dtype = Sizes.of(k, u, gates, config), u.dtype
 
     def program(task, memory, results, scratch):
         compute(task, memory, *results, *(scratch if interpret is not None else [*scratch, None]))
 
-    gates = gates.reshape(sizes.batch, -1, *gates.shape[3:])
     x = Inputs(flat(q), flat(k), (flat(u),), gates, states, first, None, *where)
     (o,) = launch(
         "log_linear_read",

@@ -31,6 +31,7 @@ from efla_jax.kernels.log_linear import (
     WEIGHTS,
     Blocks,
     Config,
+    Gates,
     Inputs,
     Memory,
     Sizes,
@@ -41,6 +42,8 @@ from efla_jax.kernels.log_linear import (
     lowest_level,
     memory_for,
     rows_of,
+    since_state,
+    vector,
     without_lowest,
 )
 from efla_jax.kernels.mosaic import (
@@ -107,14 +110,14 @@ def levels_of(codes, own: bool) -> range:
 
 def weights_of(gates, codes, group, *, own: bool, transposed: bool) -> jax.Array:
     """w [64, 64] of this warpgroup's tokens, the queries or transposed the keys, with its own or with the others'."""
-    vector, queries = (by_column, own) if transposed else (by_row, True)
-    there = rows_of(group if queries else 1 - group)
+    spread, mine = (by_column, own) if transposed else (by_row, True)
+    there = rows_of(group if mine else 1 - group)
     levels = levels_of(codes, own)
-    weight = vector(gates.at[WEIGHTS + levels[-1], there], ROWS)
+    weight = spread(gates.at[WEIGHTS + levels[-1], there], ROWS)
     if len(levels) > 1:
         distance = apart(gates, codes, group, own)
         for level in reversed(levels[:-1]):
-            weight = jnp.where(distance < (1 << level), vector(gates.at[WEIGHTS + level, there], ROWS), weight)
+            weight = jnp.where(distance < (1 << level), spread(gates.at[WEIGHTS + level, there], ROWS), weight)
     return weight
 
 
@@ -189,11 +192,13 @@ def query_gradients(task: Task, memory: Memory, d_q, sums_g, sums, left, interpr
 
             def multiply(acc):
                 plgpu.wgmma(acc, memory.values.at[slot, 1, here], memory.states.at[place])
-                weight = by_row(memory.gates.at[slot, READS + level, here], key_dim)
+                gates = memory.gates.at[slot]
+                decay = since_state(gates, here, level)
+                weight = vector(gates.at[READS + level, here]) * decay
                 seen = accumulated(acc, wait_n=0)
                 q = plgpu.load(memory.q.at[here], layout=WGMMA, optimized=False).astype(f32)
-                sums.at[INSIDE + level][...] = jnp.sum(q * seen, axis=1)
-                return total + seen * weight
+                sums.at[INSIDE + level][...] = jnp.sum(q * seen, axis=1) * decay
+                return total + seen * lax.broadcast_in_dim(weight, (ROWS, key_dim), (0,))
 
             total = pl.run_scoped(multiply, wide)
             plgpu.barrier_arrive(memory.state_empty.at[place])
@@ -286,16 +291,18 @@ def through_states(memory: Memory, slot, group, total, left, interpret) -> tuple
     return total, read * after, jnp.sum(u * read, axis=1)
 
 
-def gradients(q, k, u, gates, states, first, spread, d_o, where: Blocks, *, config: Config, interpret=None) -> tuple:
-    """(dq, dk [B, T, G, K] float32, dU [B, T, H, V], of_queries [B, N, H, rows - 2, 128], of_keys [B, N, H, 2, 128]
+def gradients(
+    q, k, u, gates: Gates, states, first, spread, d_o, where: Blocks, *, config: Config, interpret=None
+) -> tuple:
+    """(dq, dk [B, T, G, K] float32, dU [B, T, H, V], of_queries [B, N H, 8 + slots, 128], of_keys [B, N H, 2, 128]
     float32), with anything in empty blocks but zeros in dq and dk.
 
     Arguments as in `log_linear.read_out`; d_o like u; spread [B, N, H V, K] the cotangents of what blocks write.
-    of_queries: dw of the levels inside, then dc of the states, with anything where a block reads none. of_keys: the
+    of_queries: dw by level, with anything where a block does not read it. of_keys: the
     sums over queries of M . b . Q K^T without its diagonal, and da."""
     sizes, dtype = Sizes.of(k, u, gates, config), u.dtype
-    batch, blocks, heads, rows = sizes.batch, sizes.blocks, sizes.heads, sizes.rows - WEIGHTS
-    x = Inputs(flat(q), flat(k), (flat(u), flat(d_o)), gates.reshape(batch, -1, *gates.shape[3:]))
+    batch, blocks, heads, rows = sizes.batch, sizes.blocks, sizes.heads, sizes.levels
+    x = Inputs(flat(q), flat(k), (flat(u), flat(d_o)), gates)
     x, shape = x._replace(numbers=where.numbers, codes=where.codes), jax.ShapeDtypeStruct
     keys = shape((sizes.slices, *flat(k).shape), f32)
     left = staging([(ROWS, ROWS)], dtype, interpret, GROUPS)
@@ -331,5 +338,5 @@ def gradients(q, k, u, gates, states, first, spread, d_o, where: Blocks, *, conf
         config,
         interpret,
     )
-    sums = (x.reshape(batch, blocks, heads, -1, *x.shape[2:]).sum(3) for x in (of_queries, of_keys_))
+    sums = (x.reshape(batch, blocks * heads, -1, *x.shape[2:]).sum(2) for x in (of_queries, of_keys_))
     return d_q.sum(0).reshape(q.shape), d_k.sum(0).reshape(k.shape), d_u.reshape(u.shape), *sums

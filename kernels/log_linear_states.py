@@ -28,10 +28,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from efla_jax.kernels.log_linear import (
     AFTER,
     BLOCK,
-    READS,
+    INSIDE,
     SHARED_MEMORY,
+    SINCE,
+    SUM,
     TILE,
     Config,
+    Gates,
     drain,
     f32,
     flat,
@@ -184,14 +187,13 @@ def copy_out(value, buffer, target) -> None:
 
 
 class Writes(NamedTuple):
-    """In global memory: k, u, channels flat; gates [B, N H, rows, 128]; fade [B, N H, 128] float32: f_j, and the decay
-    of the first block; flow [B, N / 128, 128] int32: 4 times the number plus flags; begin [B, slots + 1, H V, K]
-    float32: the slots before the row and what its first block has already; the last two may be None."""
+    """In global memory: k, u, channels flat; gates, whose fade has f_j and then the decay of the first block; flow [B,
+    N / 128, 128] int32: 4 times the number plus flags; begin [B, slots + 1, H V, K] float32: the slots before the row
+    and what its first block has already; the last two may be None."""
 
     k: Any
     u: Any
-    gates: Any
-    fade: Any
+    gates: Gates
     flow: Any = None
     begin: Any = None
 
@@ -225,9 +227,9 @@ def load_writes(place: Place, x: Writes, memory: WriteMemory) -> None:
             barrier = memory.full.at[slot]
             plgpu.copy_gmem_to_smem(x.k.at[place.row, time_of(c), place.channels], memory.k.at[slot], barrier)
             plgpu.copy_gmem_to_smem(x.u.at[place.row, time_of(c), place.lanes], memory.u.at[slot], barrier)
-            after = x.gates.at[place.row, place.gates(c), AFTER]
+            after = x.gates.vectors.at[place.row, place.gates(c), AFTER]
             plgpu.copy_gmem_to_smem(after, memory.fade.at[slot, 0], barrier)
-            plgpu.copy_gmem_to_smem(x.fade.at[place.row, place.gates(c)], memory.fade.at[slot, 1], barrier)
+            plgpu.copy_gmem_to_smem(x.gates.fade.at[place.row, place.gates(c)], memory.fade.at[slot, 1], barrier)
 
         return count + whole.astype(jnp.int32)
 
@@ -289,15 +291,15 @@ def walk_blocks(place: Place, memory: WriteMemory, states, left, interpret) -> N
     lax.fori_loop(0, blocks_of(place, flow), block, jnp.int32(0))
 
 
-def walk(k, u, gates, fade, flow, begin_with, *, slots: int, whole: int, config: Config, interpret=None) -> tuple:
+def walk(k, u, gates: Gates, flow, begin_with, *, slots: int, whole: int, config: Config, interpret=None) -> tuple:
     """(states [B, N, H V, K] in the dtype of u, the last slots [B, slots, H V, K] float32); with anything in the states
     that no block reads, and in slots that are not live.
 
-    k [B, T, G, K], u [B, T, H, V] of one 16-bit dtype, T a multiple of 128; gates as in `log_linear.read_out`; fade,
-    flow and begin_with as in `Writes`; whole: how many blocks are, without flow."""
+    k [B, T, G, K], u [B, T, H, V] of one 16-bit dtype, T a multiple of 128; flow and begin_with as in `Writes`;
+    whole: how many blocks are, without flow."""
     dtype, continued = u.dtype, begin_with is not None
     sizes = Walk.of(k, u, slots, whole, continued, config, beside=2 * TILE, stage=2 * BLOCK * TILE + 8 * BLOCK)
-    x = Writes(flat(k), flat(u), gates.reshape(sizes.batch, -1, *gates.shape[3:]), fade, flow, begin_with)
+    x = Writes(flat(k), flat(u), gates, flow, begin_with)
     memory = WriteMemory(
         k=shared(sizes.stages, BLOCK, sizes.width, dtype=dtype),
         u=shared(sizes.stages, BLOCK, TILE, dtype=dtype),
@@ -369,13 +371,12 @@ def launch(name: str, compute, load, x, out, memory, scratch: list, sizes: Walk,
 
 
 class Reads(NamedTuple):
-    """In global memory: q, d_o, channels flat; gates [B, N H, rows, 128] and fade, as forward; states and first in 16
+    """In global memory: q, d_o, channels flat; gates as forward; states and first in 16
     bits, as `log_linear.Inputs` has them; begin [B, slots, H V, K] float32: the cotangents of the last slots; flow."""
 
     q: Any
     d_o: Any
-    gates: Any
-    fade: Any
+    gates: Gates
     states: Any
     begin: Any
     flow: Any = None
@@ -383,7 +384,8 @@ class Reads(NamedTuple):
 
 
 class ReadMemory(NamedTuple):
-    """Shared memory of `adjoint`: by stage q, dO, coefficients [slots, 128], f [128] and barriers; a ring of states and
+    """Shared memory of `adjoint`: by stage q, dO, weights and then coefficients of states
+    [slots, 128], a row of fade and one of sums [2, 128] and barriers; a ring of states and
     barriers; the stack of D; E and a sum on their way out; the barrier of what the stack begins with; flow and its
     barrier or None."""
 
@@ -422,9 +424,11 @@ def load_reads(place: Place, x: Reads, memory: ReadMemory) -> None:
             barrier = memory.full.at[slot]
             plgpu.copy_gmem_to_smem(x.q.at[place.row, time_of(c), place.channels], memory.q.at[slot], barrier)
             plgpu.copy_gmem_to_smem(x.d_o.at[place.row, time_of(c), place.lanes], memory.d_o.at[slot], barrier)
-            rows = x.gates.at[place.row, place.gates(c), pl.ds(READS, sizes.slots)]
+            rows = x.gates.levels.at[place.row, place.gates(c), pl.ds(INSIDE, sizes.slots)]
             plgpu.copy_gmem_to_smem(rows, memory.coefficients.at[slot], barrier)
-            plgpu.copy_gmem_to_smem(x.fade.at[place.row, place.gates(c)], memory.fade.at[slot], barrier)
+            plgpu.copy_gmem_to_smem(x.gates.fade.at[place.row, place.gates(c)], memory.fade.at[slot, 0], barrier)
+            sums = x.gates.vectors.at[place.row, place.gates(c), SUM]
+            plgpu.copy_gmem_to_smem(sums, memory.fade.at[slot, 1], barrier)
 
         def state(j, _):
             wait_for_release(memory.state_empty, merged + j, RING)
@@ -492,7 +496,7 @@ def adjoint_blocks(place: Place, x: Reads, memory: ReadMemory, results, left, in
                 plgpu.barrier_arrive(memory.state_empty.at[where])
                 which = jnp.where(which > 0, which, total + j)
                 copy_out(parts, memory.sums, sums_g.at[place.row, which, place.tile * sizes.parts + place.part])
-                stack.at[j][...] = memory.fade[slot, j] * cotangent
+                stack.at[j][...] = memory.fade[slot, 0, j] * cotangent
 
             lax.fori_loop(0, ones, unmerge, None)
 
@@ -513,6 +517,15 @@ def adjoint_blocks(place: Place, x: Reads, memory: ReadMemory, results, left, in
 
 def add_reads(place: Place, memory: ReadMemory, slot, number, left, interpret) -> None:
     """What the tokens of a block read, into the stack."""
+    fade, by_thread = memory.fade.at[slot], plgpu.Layout.WG_STRIDED((BLOCK,), vec_size=1)
+    sums = plgpu.load(fade.at[1], layout=by_thread)
+
+    def coefficient(_, left_of):
+        level = lowest_level(left_of)
+        row = memory.coefficients.at[slot, level]
+        row[...] = plgpu.load(row, layout=by_thread) * jnp.exp2(sums + fade[0, SINCE + level])
+        return without_lowest(left_of)
+
     d_o = transposed(memory.d_o.at[slot])
     live = sum(((number >> j) & 1 for j in range(place.sizes.slots)), jnp.int32(0))
 
@@ -523,25 +536,27 @@ def add_reads(place: Place, memory: ReadMemory, slot, number, left, interpret) -
         there[...] = multiply(scaled.astype(d_o.dtype), memory.q.at[slot], left, interpret, total=loaded(there))
         return without_lowest(left_of)
 
+    lax.fori_loop(0, live, coefficient, number)
+    plgpu.commit_smem()
     lax.fori_loop(0, live, read, number)
 
 
-def adjoint(q, d_o, gates, fade, states, first, d_last, flow, *, whole: int, config: Config, interpret=None) -> tuple:
+def adjoint(q, d_o, gates: Gates, states, first, d_last, flow, *, whole: int, config: Config, interpret=None) -> tuple:
     """(E [B, N, H V, K] in the dtype of d_o, zero of blocks that are not whole and anything of empty ones; sums [B, N +
     slots, H] float32: <S, E> by the state that merged, of an initial slot j at N + j, with anything where none did;
     cotangents of `Writes.begin` [B, slots + 1, H V, K] float32, or None).
 
     d_o like u, d_last [B, slots, H V, K] float32; the rest as forward."""
     dtype, slots, continued = d_o.dtype, d_last.shape[1], first is not None
-    stage = 2 * BLOCK * TILE + 4 * BLOCK * (slots + 1)
+    stage = 2 * BLOCK * TILE + 4 * BLOCK * (slots + 2)
     sizes = Walk.of(q, d_o, slots, whole, continued, config, beside=2 * TILE * (1 + RING), stage=stage)
-    x = Reads(flat(q), flat(d_o), gates.reshape(sizes.batch, -1, *gates.shape[3:]), fade, states, d_last, flow, first)
+    x = Reads(flat(q), flat(d_o), gates, states, d_last, flow, first)
     memory = ReadMemory(
         q=shared(sizes.stages, BLOCK, sizes.width, dtype=dtype),
         d_o=shared(sizes.stages, BLOCK, TILE, dtype=dtype),
         coefficients=plgpu.SMEM((sizes.stages, slots, BLOCK), f32),
-        fade=plgpu.SMEM((sizes.stages, BLOCK), f32),
-        full=plgpu.Barrier(num_arrivals=4, num_barriers=sizes.stages),
+        fade=plgpu.SMEM((sizes.stages, 2, BLOCK), f32),
+        full=plgpu.Barrier(num_arrivals=5, num_barriers=sizes.stages),
         empty=plgpu.Barrier(num_arrivals=1, num_barriers=sizes.stages),
         states=shared(RING, TILE, sizes.width, dtype=dtype),
         state_full=plgpu.Barrier(num_arrivals=1, num_barriers=RING),

@@ -18,6 +18,7 @@ from efla_jax.ops.chunked import product
 
 BLOCK = 128  # tokens of a block of the kernel
 INSIDE = BLOCK.bit_length()  # levels of the pairs inside a block
+SINCE = 64  # of a row of fade: where the decays since each slot's end begin
 LN2 = math.log(2)
 
 
@@ -48,25 +49,33 @@ def since_states(sums: jax.Array) -> list[jax.Array]:
     return found
 
 
-def gate_rows(total: jax.Array, behind: jax.Array, weights: jax.Array, since: list[jax.Array]) -> jax.Array:
-    """[B, N, H, rows, C] float32: G / ln 2, the decay after the token, the weights of the levels inside, and for each
-    level of blocks its weight times the decay since its state. total, behind [B, N, H, C]; weights [B, N, C, H, L]; the
-    last weight serves any further."""
-    weights = jnp.moveaxis(weights, 2, 4)
+class Gates(NamedTuple):
+    """As `kernels.log_linear.Gates` has them."""
+
+    vectors: jax.Array
+    levels: jax.Array
+    fade: jax.Array
+
+
+def gates_of(total, behind, weights, since: list[jax.Array], begun=None, own=None) -> Gates:
+    """Gates from the running sums of the log decays and those after each token, total and behind [B, N, H, C]; weights
+    [B, N, C, H, L], whose last serves any further; since: [B, N, H] by level, the log decays from the end of the state
+    that a block reads to the block; begun [B, N, H]: the decay of what the first block has already; own [B, N, C]:
+    which tokens read states, None for all."""
     wanted = INSIDE + len(since)
-    missing = max(wanted - weights.shape[3], 0)
-    weights = jnp.concatenate([weights, *[weights[:, :, :, -1:]] * missing], axis=3)[:, :, :, :wanted]
-    decay = jnp.exp(total[:, :, :, None] + jnp.stack(since, axis=3)[..., None])
-    rows = [total[:, :, :, None] / LN2, jnp.exp(behind)[:, :, :, None], weights[:, :, :, :INSIDE]]
-    return jnp.concatenate([*rows, decay * weights[:, :, :, INSIDE:]], axis=3)
-
-
-def fade_rows(since: list[jax.Array], sums: jax.Array, begun: jax.Array | None = None) -> jax.Array:
-    """[B, N H, 128] float32: the decays from each state's end to the end of the block, and `begun`. since: [B, N, H] by
-    level; sums, begun [B, N, H]."""
-    found = [jnp.exp(level + sums) for level in since] + ([] if begun is None else [begun])
-    rows = jnp.stack(found, axis=3).reshape(sums.shape[0], -1, len(found))
-    return jnp.pad(rows, ((0, 0), (0, 0), (0, BLOCK - len(found))))
+    missing = max(wanted - weights.shape[4], 0)
+    weights = jnp.concatenate([weights, *[weights[..., -1:]] * missing], axis=4)[..., :wanted]
+    if own is not None:
+        weights = jnp.where(own[..., None, None] | (np.arange(wanted) < INSIDE), weights, 0.0)
+    # A transposition of two axes, by itself.
+    levels = weights.reshape(*weights.shape[:3], -1).swapaxes(2, 3).reshape(weights.shape[0], -1, wanted, BLOCK)
+    vectors = jnp.stack([total / LN2, jnp.exp(behind)], axis=3).reshape(levels.shape[0], -1, 2, BLOCK)
+    decays, sums = jnp.stack(since, axis=3), total[..., -1:]
+    fade = [jnp.exp(decays + sums)] + ([] if begun is None else [begun[..., None]])
+    fade = jnp.concatenate([*fade, jnp.zeros((*sums.shape[:3], SINCE - len(since) - len(fade) + 1))], axis=3)
+    fade = jnp.concatenate([fade, decays / LN2], axis=3)
+    fade = jnp.pad(fade, ((0, 0),) * 3 + ((0, BLOCK - fade.shape[3]),)).reshape(-1, levels.shape[1], BLOCK)
+    return Gates(vectors, levels, fade)
 
 
 class Where(NamedTuple):
@@ -88,23 +97,23 @@ class Static(NamedTuple):
     interpret: Any
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
-def solve(q, k, u, gates, fade, begin, where: Where, static: Static) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def solve(q, k, u, gates: Gates, begin, where: Where, static: Static) -> tuple[jax.Array, jax.Array]:
     """Outputs and the last slots in the kernels' layout (see `log_linear.py` and `log_linear_states.py` there). begin:
     the slots at the start and what the first block already has [B, slots + 1, H V, K] float32, or None."""
-    return _forward(q, k, u, gates, fade, begin, where, static)[0]
+    return _forward(q, k, u, gates, begin, where, static)[0]
 
 
-def _forward(q, k, u, gates, fade, begin, where, static):
+def _forward(q, k, u, gates, begin, where, static):
     from efla_jax.kernels import log_linear as reads
     from efla_jax.kernels import log_linear_states as walks
 
     options = dict(config=static.config, interpret=static.interpret)
-    sizes = dict(slots=static.slots, whole=static.whole)
-    states, last = walks.walk(k, u, gates, fade, where.flow, begin, **sizes, **options)
+    sizes, given = dict(slots=static.slots, whole=static.whole), reads.Gates(*gates)
+    states, last = walks.walk(k, u, given, where.flow, begin, **sizes, **options)
     first = None if begin is None else begin[:, :-1].astype(u.dtype)
-    o = reads.read_out(q, k, u, gates, states, first, reads.Blocks(where.numbers, where.codes), **options)
-    return (o, last), (q, k, u, gates, fade, states, begin, where)
+    o = reads.read_out(q, k, u, given, states, first, reads.Blocks(where.numbers, where.codes), **options)
+    return (o, last), (q, k, u, gates, states, begin, where)
 
 
 def _backward(static, residuals, cotangents):
@@ -112,17 +121,19 @@ def _backward(static, residuals, cotangents):
     from efla_jax.kernels import log_linear_gradients as gradients
     from efla_jax.kernels import log_linear_states as walks
 
-    (q, k, u, gates, fade, states, begin, where), (d_o, d_last) = residuals, cotangents
-    options = dict(config=static.config, interpret=static.interpret)
+    (q, k, u, gates, states, begin, where), (d_o, d_last) = residuals, cotangents
+    options, given = dict(config=static.config, interpret=static.interpret), reads.Gates(*gates)
     first = None if begin is None else begin[:, :-1].astype(u.dtype)
-    back = walks.adjoint(q, d_o, gates, fade, states, first, d_last, where.flow, whole=static.whole, **options)
+    back = walks.adjoint(q, d_o, given, states, first, d_last, where.flow, whole=static.whole, **options)
     spread, merged, d_begin = back
     blocks = reads.Blocks(where.numbers, where.codes)
-    d_q, d_k, d_u, *sums = gradients.gradients(q, k, u, gates, states, first, spread, d_o, blocks, **options)
-    number, whole = blocks_in_documents(where, static, gates.shape[1])
-    d_gates = gate_gradients(gates, *sums, number)
-    d_fade, d_begin = fade_gradients(fade, merged, begin, d_begin, number, whole)
-    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_u, d_gates, d_fade, d_begin, Where()
+    d_q, d_k, d_u, *sums = gradients.gradients(q, k, u, given, states, first, spread, d_o, blocks, **options)
+    number, whole = blocks_in_documents(where, static, k.shape[1] // BLOCK)
+    d_gates = gate_gradients(gates, *sums, merge_gradients(merged, number, whole), number)
+    if begin is not None:
+        d_begin, d_begun = begin_gradients(gates.fade, begin, d_begin, number, u.shape[2])
+        d_gates = d_gates._replace(fade=d_gates.fade.at[:, : u.shape[2], static.slots].set(d_begun))
+    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_u, d_gates, d_begin, Where()
 
 
 solve.defvjp(_forward, _backward)
@@ -139,20 +150,28 @@ def blocks_in_documents(where: Where, static: Static, blocks: int) -> tuple[jax.
     return where.numbers, flow & 1 != 0
 
 
-def gate_gradients(gates, of_queries, of_keys, number) -> jax.Array:
-    """Cotangents of the gates [B, N, H, rows, C]; a select where the kernels write nothing."""
-    depth = gates.shape[3] - 2 - INSIDE
-    weights, inside = gates[:, :, :, 2 : 2 + INSIDE], of_queries[:, :, :, :INSIDE]
-    # R_ti = 2^(G_t - G_i) in the units of the row; a token's pair with itself has level 0 and no decay.
-    d_total = LN2 * (jnp.sum((inside * weights)[:, :, :, 1:], axis=3) - of_keys[:, :, :, 0])
-    live = jnp.where(number[..., None] < 0, 0, number[..., None] >> jnp.arange(depth) & 1)[:, :, None, :, None] == 1
-    d_coefficients = jnp.where(live, of_queries[:, :, :, INSIDE:], 0.0)
-    d_gates = jnp.concatenate([d_total[:, :, :, None], of_keys[:, :, :, 1:], inside, d_coefficients], axis=3)
-    return jnp.where((number >= 0)[:, :, None, None, None], d_gates, 0.0)
+def gate_gradients(gates: Gates, of_queries, of_keys, d_merged, number) -> Gates:
+    """Cotangents of the gates, a select where the kernels write nothing; d_merged [B, N H, slots] those of the decays
+    of merges."""
+    levels, heads = of_queries.shape[2], of_queries.shape[1] // number.shape[1]
+    slots = levels - INSIDE
+    bits = jnp.concatenate([jnp.ones((*number.shape, INSIDE), bool), number[..., None] >> np.arange(slots) & 1 == 1], 2)
+    live = jnp.repeat(bits & (number >= 0)[..., None], heads, axis=1)[..., None]
+    d_levels = jnp.where(live, of_queries, 0.0)
+    # Decays are 2^(G_t - G_i) and 2^(G_t + since) in the units of the rows; a pair of a token with itself has none.
+    shares = (d_levels * gates.levels)[:, :, 1:]
+    d_total = LN2 * (jnp.sum(shares, axis=2) - of_keys[:, :, 0])
+    d_since = LN2 * jnp.sum(shares[:, :, INSIDE - 1 :], axis=3)
+    d_vectors = jnp.stack([d_total, of_keys[:, :, 1]], axis=2)
+    d_vectors = jnp.where(jnp.repeat(number >= 0, heads, axis=1)[..., None, None], d_vectors, 0.0)
+    empty = jnp.zeros((*d_merged.shape[:2], SINCE - slots))
+    d_fade = jnp.concatenate([d_merged, empty, d_since], axis=2)
+    d_fade = jnp.pad(d_fade, ((0, 0), (0, 0), (0, BLOCK - d_fade.shape[2])))
+    return Gates(d_vectors, d_levels, d_fade)
 
 
-def fade_gradients(fade, merged, begin, d_begin, number, whole) -> tuple[jax.Array, jax.Array | None]:
-    """Cotangents of the decays of merges and of what the row begins with. merged [B, N + slots, H]."""
+def merge_gradients(merged, number, whole) -> jax.Array:
+    """Cotangents [B, N H, slots] of the decays of merges, from those by state, merged [B, N + slots, H]."""
     slots, blocks = merged.shape[1] - number.shape[1], number.shape[1]
     ones = jnp.where(whole, trailing_ones(number), 0)
     rows = []
@@ -160,18 +179,17 @@ def fade_gradients(fade, merged, begin, d_begin, number, whole) -> tuple[jax.Arr
         which = np.arange(blocks) - ((1 << j) - 1)
         found = jnp.where((which > 0)[None, :, None], merged[:, np.maximum(which, 0)], merged[:, blocks + j, None])
         rows.append(jnp.where((j < ones)[..., None], found, 0.0))
-    d_fade = jnp.stack(rows, axis=3).reshape(merged.shape[0], -1, slots)
-    d_fade = jnp.pad(d_fade, ((0, 0), (0, 0), (0, BLOCK - slots)))
-    if begin is None:
-        return d_fade, None
-    heads = fade.shape[1] // blocks
-    by_head = (begin.shape[0], heads, -1, begin.shape[3])
-    live = (number[:, :1] >> jnp.arange(slots) & 1 == 1)[..., None, None]
-    d_slots = jnp.where(live, d_begin[:, :slots], 0.0)
+    return jnp.stack(rows, axis=3).reshape(merged.shape[0], -1, slots)
+
+
+def begin_gradients(fade, begin, d_begin, number, heads: int) -> tuple[jax.Array, jax.Array]:
+    """Cotangents of what the row begins with, and [B, H] of the decay of what its first block has already."""
+    slots, by_head = begin.shape[1] - 1, (begin.shape[0], heads, -1, begin.shape[3])
+    live = (number[:, :1] >> np.arange(slots) & 1 == 1) & (number[:, :1] >= 0)
+    d_slots = jnp.where(live[..., None, None], d_begin[:, :slots], 0.0)
     written, begun = (x[:, slots].reshape(by_head) for x in (d_begin, begin))
-    d_fade = d_fade.at[:, :heads, slots].set(jnp.sum(written * begun, axis=(2, 3)))
     d_begun = (fade[:, :heads, slots, None, None] * written).reshape(d_slots[:, :1].shape)
-    return d_fade, jnp.concatenate([d_slots, d_begun], axis=1)
+    return jnp.concatenate([d_slots, d_begun], axis=1), jnp.sum(written * begun, axis=(2, 3))
 
 
 def trailing_ones(number: jax.Array) -> jax.Array:

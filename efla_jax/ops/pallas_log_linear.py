@@ -12,11 +12,11 @@ from efla_jax.ops.chunked import FORGET
 from efla_jax.ops.fenwick import Fenwick, states_of
 from efla_jax.ops.log_linear_blocks import (
     BLOCK,
+    Gates,
     Static,
     Where,
     add_slots,
-    fade_rows,
-    gate_rows,
+    gates_of,
     in_blocks,
     open_states,
     since_states,
@@ -29,11 +29,10 @@ from efla_jax.ops.pallas_log_linear_cells import laid_in_cells
 
 
 class Row(NamedTuple):
-    """What `solve` and the last states need beside q, k and u: gates and fade; the log decays from each slot's end to
-    the row's [B, H, slots] and of what is behind each token of the open block [B, H, C]."""
+    """What `solve` and the last states need beside q, k and u: gates; the log decays from each slot's end to the row's
+    [B, H, slots] and of what is behind each token of the open block [B, H, C]."""
 
-    gates: jax.Array
-    fade: jax.Array
+    gates: Gates
     final: jax.Array
     behind: jax.Array
 
@@ -48,9 +47,9 @@ def prepared(log_decay: jax.Array, level_weights: jax.Array, slots: int) -> Row:
     since = (since_states(total[:, :whole, :, -1]) or [jnp.zeros_like(total[:, :, :, -1])])[:slots]
     since = [level[:, : whole + 1] for level in since]
     before = [level[:, :count] for level in since]
-    gates = gate_rows(total[:, :count], behind[:, :count], in_blocks(level_weights, count), before)
+    gates = gates_of(total[:, :count], behind[:, :count], in_blocks(level_weights, count), before)
     final = jnp.stack([level[:, whole] + total[:, whole, :, -1] for level in since], axis=2)
-    return Row(gates, fade_rows(before, total[:, :count, :, -1]), final, behind[:, whole])
+    return Row(gates, final, behind[:, whole])
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -64,7 +63,7 @@ def laid_out(f: Fenwick, config, interpret) -> tuple[jax.Array, jax.Array]:
     row = prepared(x.log_decay, f.level_weights, static.slots)
     q, k, u = (in_blocks(a, count) for a in (x.q, x.k, x.u))
     q, k, u = (a.reshape(a.shape[0], -1, *a.shape[3:]) for a in (q, k, u))
-    o, last = solve(q, k, u, row.gates, row.fade, None, Where(), static)
+    o, last = solve(q, k, u, row.gates, None, Where(), static)
     k, u = (in_blocks(a[:, whole * BLOCK :], 1)[:, 0] for a in (x.k, x.u))
     slot = np.minimum([int(time ^ s).bit_length() for s in range(whole * BLOCK, (whole + 1) * BLOCK)], levels - 1)
     states = open_states(k, u, row.behind, slot[None], levels)

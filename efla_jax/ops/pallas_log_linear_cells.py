@@ -21,8 +21,7 @@ from efla_jax.ops.log_linear_blocks import (
     Static,
     Where,
     add_slots,
-    fade_rows,
-    gate_rows,
+    gates_of,
     open_states,
     slots_for,
     solve,
@@ -103,9 +102,6 @@ def laid_in_cells(f: Fenwick, config, interpret) -> tuple[jax.Array, jax.Array]:
     sums = total[..., -1]
     at = jnp.broadcast_to(jnp.arange(count), number.shape)
     since = since_ends(sums, jnp.stack([at, jnp.maximum(number, 0)], axis=2), slots)
-    gates = gate_rows(total, behind, weights, since)
-    own = (where.code < BLOCK)[:, :, None, None]  # only the cell's first document reads its states
-    gates = jnp.concatenate([gates[:, :, :, :-slots], jnp.where(own, gates[:, :, :, -slots:], 0.0)], axis=3)
     begin, low, begun = None, None, None
     if f.states is not None:
         high, low = beginning(f.states, f.start, slots)
@@ -113,8 +109,12 @@ def laid_in_cells(f: Fenwick, config, interpret) -> tuple[jax.Array, jax.Array]:
         merged = jnp.concatenate([high, jnp.sum(low, axis=2, keepdims=True)], axis=2)
         begin = merged.transpose(0, 2, 1, 4, 3).reshape(batch, slots + 1, heads * value_dim, -1)
     flat = [a.reshape(batch, -1, *a.shape[3:]) for a in (q, k, u)]
-    static = Static(slots, 0, config, interpret)
-    o, last = solve(*flat, gates, fade_rows(since, sums, begun), begin, for_kernels(where, number), static)
+    # Only a cell's first document reads states.
+    gates, static = (
+        gates_of(total, behind, weights, since, begun, where.code < BLOCK),
+        Static(slots, 0, config, interpret),
+    )
+    o, last = solve(*flat, gates, begin, for_kernels(where, number), static)
     if low is not None:
         position = jnp.take_along_axis(f.position, jnp.maximum(where.source[:, :BLOCK], 0), axis=1)
         read = read_low(low, q[:, 0], weights[:, 0], total[:, 0], position, f.start, u.dtype)
