@@ -71,9 +71,9 @@ def gates_of(total, behind, weights, since: list[jax.Array], begun=None, own=Non
     levels = weights.reshape(*weights.shape[:3], -1).swapaxes(2, 3).reshape(weights.shape[0], -1, wanted, BLOCK)
     vectors = jnp.stack([total / LN2, jnp.exp(behind)], axis=3).reshape(levels.shape[0], -1, 2, BLOCK)
     decays, sums = jnp.stack(since, axis=3), total[..., -1:]
-    fade = [jnp.exp(decays + sums)] + ([] if begun is None else [begun[..., None]])
-    fade = jnp.concatenate([*fade, jnp.zeros((*sums.shape[:3], SINCE - len(since) - len(fade) + 1))], axis=3)
-    fade = jnp.concatenate([fade, decays / LN2], axis=3)
+    first = [jnp.exp(decays + sums)] + ([] if begun is None else [begun[..., None]])
+    empty = jnp.zeros((*sums.shape[:3], SINCE - len(since) - len(first) + 1))
+    fade = jnp.concatenate([*first, empty, decays / LN2], axis=3)
     fade = jnp.pad(fade, ((0, 0),) * 3 + ((0, BLOCK - fade.shape[3]),)).reshape(-1, levels.shape[1], BLOCK)
     return Gates(vectors, levels, fade)
 
