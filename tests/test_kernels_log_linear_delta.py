@@ -39,8 +39,8 @@ FLOAT16 = 1e-3
 RACE = "RACE DETECTED"
 CASES = ("random", "no decay", "strong decay", "forget", "mixed decay", "zero keys", "cosine 0.99", "erase up to 2")
 SHAPES = {
-    "whole blocks": dict(batch=1, time=384, key_heads=1, heads=2, key_dim=64, value_dim=64),
-    "many blocks": dict(batch=1, time=1100, key_heads=1, heads=1, key_dim=64, value_dim=64),
+    "whole blocks": dict(batch=1, time=256, key_heads=1, heads=2, key_dim=64, value_dim=64),
+    "many blocks": dict(batch=1, time=700, key_heads=1, heads=1, key_dim=64, value_dim=64),
     "keys of 128": dict(batch=1, time=300, key_heads=1, heads=2, key_dim=128, value_dim=128),
     "two tiles and a part": dict(batch=2, time=256, key_heads=2, heads=2, key_dim=64, value_dim=160),
 }
@@ -195,11 +195,10 @@ def kernels(time: int) -> int:
     return 3 + 1 + (depth > 0) + min(depth, 4) + 3 + 3 * (blocks.bit_length() - 1)
 
 
-@pytest.mark.parametrize("row", kernel.TABLE, ids=str)
-def test_every_row_of_the_table_lowers(row):
-    _, key_dim, dtype = row
-    sizes = 1, 32768, 16, 16, key_dim, key_dim, 17
-    assert mosaic_calls(lowered(sizes, jnp.dtype(dtype), kernel.TABLE[row])) == kernels(32768)
+def test_a_row_of_the_table_lowers():
+    """The others, and longer rows, below."""
+    row = "NVIDIA H200", 128, "bfloat16"
+    assert mosaic_calls(lowered((1, 1024, 16, 16, 128, 128, 11), jnp.bfloat16, kernel.TABLE[row])) == kernels(1024)
 
 
 @pytest.mark.slow
