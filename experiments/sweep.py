@@ -11,7 +11,8 @@ to every run. What is not given is the experiment file's own `get_sweep()`, {"ar
 Without --together every run is an `experiments.train` of its own, --jobs of them at once; on a GPU they share it: set
 XLA_PYTHON_CLIENT_PREALLOCATE=false. --together=N trains up to N runs that differ in seed and learning rate only as one
 program (`train.population`), which keeps a GPU busy with models of a few thousand parameters; --jobs is then how many
-such programs are compiled and run at once, in one process. Such runs keep no checkpoint unless --checkpoints is given.
+such programs are compiled and run at once, in one process, program after program on the next of its devices. Such runs
+keep no checkpoint unless --checkpoints is given.
 
 results.jsonl gets a row for every run that has ended: its status, scores, config and commit. Runs that have ended with
 the same command are not repeated, so a broken sweep is started again with the same line. Exit status 1 if a run failed;
@@ -223,16 +224,18 @@ def main(argv: list[str]) -> None:
         tqdm(total=100 * len(work), initial=100 * (len(work) - len(waiting)), bar_format=style) as bar,
     ):
 
-        def run(group: list[Cell]) -> list[str]:
+        def run(number: int, group: list[Cell]) -> list[str]:
             if TOGETHER.value:
-                return together(group, bar.update)
+                devices = jax.local_devices()
+                with jax.default_device(devices[number % len(devices)]):
+                    return together(group, bar.update)
             names = alone(group[0])
             bar.update(100)
             return names
 
         ended = len(work) - len(waiting)
         bar.set_description(f"{ended}/{len(work)} runs")
-        for group, names in zip(parts, pool.map(run, parts), strict=True):
+        for group, names in zip(parts, pool.map(run, itertools.count(), parts), strict=True):
             ended += len(group)
             bar.set_description(f"{ended}/{len(work)} runs")
             failed += names

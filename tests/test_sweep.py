@@ -104,10 +104,26 @@ def test_runs_together_are_recorded_and_not_repeated(file, tmp_path, monkeypatch
     params = runs.restored(folder, "run")[3]
     assert all(leaf.dtype == "float32" for leaf in jax.tree.leaves(params))
 
-    swept(**words, grid="optim.learning_rate=1e-3,3e-3;seed=0,1")  # the two that are left
+    more = {**words, "grid": "optim.learning_rate=1e-3,3e-3;seed=0,1"}
+    swept(**more)  # the two that are left
     assert sizes == [2, 2] and len(results(tmp_path)) == 4
-    swept(**words, grid="optim.learning_rate=1e-3,3e-3;seed=0,1")
+    swept(**more)
     assert sizes == [2, 2]
+
+
+def test_programs_take_turns_on_the_devices(file, tmp_path, monkeypatch):
+    found = []
+
+    def note(configs, folders, progress, keep):
+        found.append((jax.numpy.zeros(()).device.id, [config["seed"] for config in configs]))
+        raise MemoryError
+
+    monkeypatch.setattr(sweep.population, "fit_population", note)
+    with pytest.raises(SystemExit):
+        swept(
+            config=str(file), workdir=str(tmp_path), together="1", jobs="1", grid="seed=0,1,2;optim.learning_rate=1e-3"
+        )
+    assert found == [(i, [i]) for i in range(3)] and len(jax.local_devices()) == 8
 
 
 def test_a_program_that_fails_says_so_and_ends_with_status_1(file, tmp_path, monkeypatch):
@@ -129,8 +145,9 @@ def test_a_run_alone_is_recorded_alike(file, tmp_path):
     swept(**words)
     (row,) = results(tmp_path)
     swept(**words, together="2")  # has ended
-    swept(**{**words, "workdir": str(tmp_path / "other")}, together="2")
-    (other,) = results(tmp_path / "other")
+    both = {**words, "workdir": str(tmp_path / "other"), "grid": "optim.learning_rate=1e-3;seed=0,1"}
+    swept(**both, together="1")  # each on a device of its own
+    _, other = sorted(results(tmp_path / "other"), key=lambda one: one["name"])
     assert row.keys() < other.keys() and (row["step"], row["together"], other["together"]) == (6, 1, 1)
     for name, value in other["scores"].items():
         assert row["scores"][name] == pytest.approx(value, rel=2e-4, abs=2e-4), name
