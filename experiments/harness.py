@@ -28,7 +28,6 @@ MAX_NEW_TOKENS = 256  # where a task does not say, as in the harness
 NAMES_OF_MAX = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 OF_SAMPLING = ("temperature", "top_p", "top_k")  # these mean nothing where nothing is drawn
 LOCAL = "_local"  # behind the harness's name of a task that reads local files
-INSTALL = "pip install efla_jax[eval]"
 
 
 def generation(options: Mapping[str, Any]) -> tuple[tuple[str, ...], int]:
@@ -109,7 +108,7 @@ class Requests:
 
 def adapter(scorer: Scorer):
     """A TemplateLM of lm-evaluation-harness that puts its requests to the scorer."""
-    readers.optional("lm_eval", f"the command harness ({INSTALL})")
+    readers.optional("lm_eval", "the command harness", "eval")
     from lm_eval.api.model import TemplateLM
 
     class ScoredModel(Requests, TemplateLM):
@@ -158,7 +157,7 @@ def harness(chosen: argparse.Namespace) -> None:
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     if chosen.data:
         os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
-    lm_eval = readers.optional("lm_eval", f"the command harness ({INSTALL})")
+    lm_eval = readers.optional("lm_eval", "the command harness", "eval")
     from lm_eval.tasks import TaskManager
 
     run, scorer, out = result_files.opened(chosen, "harness")

@@ -32,7 +32,10 @@ def haystacks(chosen: argparse.Namespace) -> dict[str, needle.Needles]:
         of[kind] = needle.Needles(kind, tokenizer.encode, text if own else "", seed=chosen.seed, words=words,
                                   bos=begin.token if begin.always else -1, room=chosen.tokens)  # fmt: skip
         for length in (min(chosen.lengths), max(chosen.lengths)):
-            of[kind].prompt(length, chosen.depths[0])
+            try:
+                of[kind].prompt(length, chosen.depths[0])
+            except ValueError as error:
+                raise ValueError(f"--kinds: {kind} at --lengths={length}: {error}") from None
     return of
 
 

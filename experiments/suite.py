@@ -97,7 +97,7 @@ def suite(chosen: argparse.Namespace) -> None:
         for name in chosen.tasks:  # a missing file is said before anything is read or compiled
             tasks.local_file(tasks.TASKS[name], chosen.data)
     else:
-        readers.optional("datasets", "reading tasks from the hub (--data=FOLDER reads local files)")
+        readers.optional("datasets", "the command suite without --data=FOLDER of local files", "eval")
     run, scorer, out = result_files.opened(chosen, "suite")
     rows: list[dict] = []
     records: list[dict] = []

@@ -184,7 +184,7 @@ def read(task: Task, folder: str = "", limit: int = 0) -> tuple[list[Question], 
         rows, split = cloze.read_rows(file), split_of(file)
     else:
         name, config, split = task.hub
-        datasets = readers.optional("datasets", f"the data set {name} of the hub; --data=FOLDER reads local files, and")
+        datasets = readers.optional("datasets", f"the data set {name} without --data=FOLDER of local files", "eval")
         rows = ((f"{name}, row {number}", row) for number, row in
                 enumerate(datasets.load_dataset(name, config or None, split=split)))  # fmt: skip
     questions = []

@@ -262,7 +262,10 @@ def test_a_model_that_reads_on_finds_needles_in_pieces(byte_run, tmp_path, monke
 
 REFUSED = {
     "no haystack": (["ruler"], "haystack: kind='single_2' hides its needle in a text"),
-    "short": (["ruler", "--kinds=single_1", "--lengths=900,100"], "length=100 has no room for a sentence"),
+    "short": (
+        ["ruler", "--kinds=single_1,multikey_3", "--lengths=900,650"],
+        "--kinds: multikey_3 at --lengths=650: length=650 has no room for a sentence",
+    ),
     "no data": (["cloze", "--task=squad"], "--data: missing; give a file of JSON lines for squad"),
     "made up": (["cloze", "--task=synthetic_fda", "--data=x"], "--data=x: synthetic_fda is made up"),
     "few words": (["cloze", "--task=synthetic_fda", "--words=9"], "words=9 is less than 120"),

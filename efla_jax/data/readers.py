@@ -73,12 +73,14 @@ def read_hub(path: str, field: str = "text") -> Iterator[Record]:
         yield Record(f"{path}#{number}", text, prompt)
 
 
-def optional(module: str, wanted_by: str) -> Any:
-    """An optional dependency, or ImportError saying what needs it and how to install it."""
+def optional(module: str, wanted_by: str, extra: str = "") -> Any:
+    """An optional dependency, or ImportError saying what needs it and how to install it, by an extra of ours if it has
+    one."""
     try:
         return __import__(module)
     except ImportError as error:
-        raise ImportError(f"{wanted_by} needs {module}, which is not installed: pip install {module}") from error
+        package = f"'efla_jax[{extra}]'" if extra else module
+        raise ImportError(f"{wanted_by} needs {module}, which is not installed: pip install {package}") from error
 
 
 def _unpack(file: Path, raw: io.BufferedReader) -> io.BufferedIOBase:
