@@ -124,8 +124,8 @@ def one_prompt(
         answer = generator.answers(read, [whole], streams, show=show_in_terminal)[0]
         print(flush=True)
         first, rate = generator.timing
-        print(f"({len(answer.tokens)} tokens, {answer.finish}, {first:.2f} s to the first, {rate:.1f} tokens/s)",
-              file=sys.stderr)  # fmt: skip
+        speed = f", {rate:.1f} tokens/s" if rate else ""  # of those behind the first, if there are any
+        print(f"({len(answer.tokens)} tokens, {answer.finish}, {first:.2f} s to the first{speed})", file=sys.stderr)
         return 0
     size = min(chosen.batch_size, chosen.samples)
     read = generator.read([ids], prefix)

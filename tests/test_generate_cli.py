@@ -67,6 +67,12 @@ def test_one_prompt_is_continued_as_the_library_does(trained, capsys, tmp_path):
     assert "12 tokens, length" in capsys.readouterr().err
 
 
+def test_one_token_has_no_speed(trained, capsys):
+    program.main([f"--run={trained[0]}", "--prompt=state", "--max_tokens=1"])
+    told = capsys.readouterr().err
+    assert "(1 tokens, length" in told and "s to the first)" in told and "tokens/s" not in told
+
+
 def test_samples_are_streams_of_one_seed(trained, capsys):
     lines = said(capsys, trained[0], "--prompt=state", "--samples=3", "--batch_size=2", *DRAWN).splitlines()
     rows = [json.loads(line) for line in lines]
