@@ -23,6 +23,7 @@ import argparse
 import concurrent.futures
 import csv
 import functools
+import itertools
 import pathlib
 import statistics
 import sys
@@ -49,8 +50,6 @@ FIELDS = (
     "model", "fraction", "length", "read_ms", "read_tokens_per_second", "read_temporaries_mib", "write_ms_per_token",
     "write_tokens_per_second", "cache_mib",
 )  # fmt: skip
-# Published, at 131072 tokens, of the hybrid: read 5.4 times as fast as a Transformer, 1.66 times as slow as Gated
-# DeltaNet, written 2.3 times as fast as a Transformer.
 PUBLISHED = "published at 131072 tokens: 5.4, 1.66 and 2.3"
 
 
@@ -77,6 +76,15 @@ def model_of(name: str, chosen: argparse.Namespace, unrolled: bool) -> LanguageM
     if unrolled:
         model["mixers"] = model["mixers"] * (model["depth"] // len(model["mixers"]))
     return settings.section({"model": model}, "model", LanguageModel, {"vocab_size": chosen.vocab_size})
+
+
+def with_kernel(model: LanguageModel, implementation: str) -> LanguageModel:
+    """The model with this implementation of NAtS-L's delta rule."""
+    if "nats_l" not in model.mixers or implementation == "auto":
+        return model
+    options = {name: dict(fields) for name, fields in model.mixer_options.items()}
+    options["nats_l"]["implementation"] = implementation
+    return model.clone(mixer_options=options)
 
 
 def parameters(model: LanguageModel) -> Any:
@@ -140,14 +148,9 @@ def write(model: LanguageModel, count: int, params, token, cache, fraction):
     return token, cache
 
 
-def is_nats_l(part: Any) -> bool:
-    """Whether a mixer's cache is that of NAtS-L: pages."""
-    return hasattr(part, "kv") and hasattr(part.kv, "pages")
-
-
-def is_attention(part: Any) -> bool:
-    """Whether a mixer's cache is that of softmax attention."""
-    return hasattr(part, "kv") and not is_nats_l(part)
+def holds(part: Any, field: str) -> bool:
+    """Whether a mixer's cache has this field among its keys and values: attention's has length, NAtS-L's pages."""
+    return hasattr(part, "kv") and hasattr(part.kv, field)
 
 
 def begun(model: LanguageModel, length: int, room: int, fraction: float) -> tuple:
@@ -161,11 +164,11 @@ def begun(model: LanguageModel, length: int, room: int, fraction: float) -> tupl
 
     parts = []
     for part in model.init_cache(1, max_length=room):
-        if is_attention(part):
+        if holds(part, "length"):
             part = part._replace(
                 kv=part.kv._replace(k=noise(part.kv.k), v=noise(part.kv.v), length=full(part.kv.length))
             )
-        elif is_nats_l(part):
+        elif holds(part, "pages"):
             kv = part.kv
             owners = owners_of(length // kv.k.shape[3], kv.open_k.shape[3], kv.k.shape[4], fraction)
             owner = np.zeros(kv.owner.shape, np.int32)
@@ -187,9 +190,9 @@ def in_use(cache: tuple, length: int) -> float:
     """MiB of a cache that hold something."""
     total = 0.0
     for part in cache:
-        if is_attention(part):
+        if holds(part, "length"):
             total += (part.kv.k.nbytes + part.kv.v.nbytes) * length / part.kv.k.shape[2]
-        elif is_nats_l(part):
+        elif holds(part, "pages"):
             pools = part.kv.k.nbytes + part.kv.v.nbytes
             total += pools * float(part.kv.pages.max()) / part.kv.k.shape[2] - pools
             total += sum(x.nbytes for x in jax.tree.leaves(part))
@@ -209,40 +212,45 @@ def median_ms(run: Callable, repeats: int) -> float:
     return 1e3 * statistics.median(found)
 
 
-def abstract(tree):
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-
-
 class Programs:
-    """The programs of a model, compiled while others are traced."""
+    """The programs of a model: they are compiled while others are traced."""
 
-    def __init__(self, name: str, chosen: argparse.Namespace, pool: concurrent.futures.Executor):
-        self.name, self.chosen = name, chosen
-        self.room = max(chosen.lengths) + SPARE
-        self.reader, self.writer = (model_of(name, chosen, unrolled) for unrolled in (False, True))
-        token, fraction = jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)
-        inputs = [jax.eval_shape(functools.partial(parameters, model)) for model in (self.reader, self.writer)]
-        self.reads = {}
-        for length in sorted(chosen.lengths, reverse=True):
-            tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
-            lowered = jax.jit(functools.partial(read, self.reader)).lower(inputs[0], tokens, fraction)
+    def __init__(self, name: str, chosen: argparse.Namespace):
+        self.name, self.chosen, self.room = name, chosen, max(chosen.lengths) + SPARE
+        self.models = [model_of(name, chosen, unrolled) for unrolled in (False, True)]
+        self.reads: dict[int, concurrent.futures.Future] = {}
+        self.writes: concurrent.futures.Future | None = None
+
+    def read_in(self, lengths: Sequence[int], pool: concurrent.futures.Executor) -> list:
+        """Trace reading of these lengths, and have it compiled."""
+        model, fraction = self.models[0], jax.ShapeDtypeStruct((), jnp.float32)
+        params = jax.eval_shape(functools.partial(parameters, model))
+        run = functools.partial(read, with_kernel(model, self.chosen.routed))
+        for length in lengths:
+            lowered = jax.jit(run).lower(params, jax.ShapeDtypeStruct((1, length), jnp.int32), fraction)
             self.reads[length] = pool.submit(lowered.compile)
-        cache = jax.eval_shape(lambda: self.writer.init_cache(1, max_length=self.room))
-        run = jax.jit(functools.partial(write, self.writer, chosen.tokens), donate_argnums=(1, 2))
-        self.writes = pool.submit(run.lower(inputs[1], token, cache, fraction).compile)
+        return [self.reads[length] for length in lengths]
+
+    def written_in(self, pool: concurrent.futures.Executor) -> list:
+        """Trace writing, one program for all lengths, and have it compiled."""
+        model, fraction = self.models[1], jax.ShapeDtypeStruct((), jnp.float32)
+        params = jax.eval_shape(functools.partial(parameters, model))
+        cache = jax.eval_shape(lambda: model.init_cache(1, max_length=self.room))
+        run = jax.jit(functools.partial(write, model, self.chosen.tokens), donate_argnums=(1, 2))
+        lowered = run.lower(params, jax.ShapeDtypeStruct((1, 1), jnp.int32), cache, fraction)
+        self.writes = pool.submit(lowered.compile)
+        return [self.writes]
 
     def rows(self) -> list[dict[str, Any]]:
         """A row of each length and fraction, without times."""
-        routed = "nats_l" in self.reader.mixers
-        fractions = self.chosen.fractions if routed else [float("nan")]
-        rows = [dict.fromkeys(FIELDS, float("nan")) for _ in fractions for _ in self.reads]
-        for row, (fraction, length) in zip(rows, ((f, n) for f in fractions for n in self.reads), strict=True):
-            row |= {"model": self.name, "fraction": fraction, "length": length}
-        return rows
+        fractions = self.chosen.fractions if "nats_l" in self.models[0].mixers else [float("nan")]
+        places = [(fraction, length) for fraction in fractions for length in sorted(self.chosen.lengths, reverse=True)]
+        empty = dict.fromkeys(FIELDS, float("nan"))
+        return [empty | {"model": self.name, "fraction": fraction, "length": length} for fraction, length in places]
 
     def measure_reading(self, rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Fills in what reading takes, row by row."""
-        params = parameters(self.reader)
+        params = parameters(self.models[0])
         for row in rows:
             length, program = row["length"], self.reads[row["length"]].result()
             tokens = np.random.default_rng(0).integers(0, self.chosen.vocab_size, (1, length), np.int32)
@@ -256,10 +264,10 @@ class Programs:
 
     def measure_writing(self, rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Fills in what writing takes and its cache, row by row."""
-        params, program = parameters(self.writer), self.writes.result()
+        params, program = parameters(self.models[1]), self.writes.result()
         for row in rows:
             fraction = float(np.nan_to_num(row["fraction"]))
-            cache = begun(self.writer, row["length"], self.room, fraction)
+            cache = begun(self.models[1], row["length"], self.room, fraction)
             row["cache_mib"] = in_use(cache, row["length"])
             carried = [jnp.zeros((1, 1), jnp.int32), cache]
             del cache
@@ -347,7 +355,7 @@ def parser() -> argparse.ArgumentParser:
     whole.add_argument("--size", choices=("380m", "tiny"), default="380m", help="tiny: to try it on a CPU")
     whole.add_argument("--vocab_size", type=positive, default=32000, help="of the models")
     whole.add_argument("--dtype", default="", choices=("", "float32", "bfloat16"), help="instead of the configs'")
-    whole.add_argument("--skip", choices=("", "read", "write"), default="", help="do not time this")
+    whole.add_argument("--routed", default="auto", help="implementation of NAtS-L's delta rule while it reads")
     whole.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/nats_l_latency"), help="folder")
     return whole
 
@@ -357,16 +365,22 @@ def measure(chosen: argparse.Namespace, command: str) -> None:
     for name in chosen.models:
         if name not in MODELS:
             raise ValueError(f"--models={name}: choose of {', '.join(MODELS)}.")
-    rows: list[dict[str, Any]] = []
+    ones = [Programs(name, chosen) for name in chosen.models]
+    tables = [one.rows() for one in ones]
+    longest, *others = sorted(chosen.lengths, reverse=True)
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        programs = [Programs(name, chosen, pool) for name in chosen.models]
-        for one in programs:
-            fresh = one.rows()
-            rows += fresh
-            steps = [] if chosen.skip == "write" else [one.measure_writing]
-            for step in [*steps, *([] if chosen.skip == "read" else [one.measure_reading])]:
-                for row in step(fresh):
-                    save(rows, chosen, command)
+        for lengths in ([longest], others):  # the longest first: a run that is cut short has it
+            waiting, began = [], time.perf_counter()
+            for one in ones:
+                waiting += [one.written_in(pool)] if lengths == [longest] else []
+                waiting += [one.read_in(lengths, pool)]
+            for future in itertools.chain(*waiting):  # nothing compiles while something is timed
+                future.result()
+            print(f"compiled in {time.perf_counter() - began:.0f} s", flush=True)
+            for one, table in zip(ones, tables, strict=True):
+                steps = [one.measure_writing(table)] if lengths == [longest] else []
+                for row in itertools.chain(*steps, one.measure_reading([r for r in table if r["length"] in lengths])):
+                    save(list(itertools.chain(*tables)), chosen, command)
                     print({k: v for k, v in row.items() if v == v}, flush=True)
     print(f"{(chosen.out / 'latency.md').read_text()}\nwritten: {chosen.out}/latency.csv, .md, .png")
 
