@@ -13,9 +13,10 @@ safetensors file beside its config.json, or a name on the hub (extra `hf`). --dt
 without it, the checkpoint's.
 
 `export` writes model.safetensors (several, with an index, from --shard_bytes on), config.json and the tokenizer's files
-of any run whose model the family can express. Every tensor is read back and compared. Without --dtype tensors have the
-dtypes that they were imported with, else float32. Where the other library would compute slightly otherwise the
-differences are listed as an error, and --inexact exports all the same.
+of any run whose model the family can express; bytes get a tokenizer.json, which is known as theirs when it comes back.
+Every tensor is read back and compared. Without --dtype tensors have the dtypes that they were imported with, else
+float32. Where the other library would compute slightly otherwise the differences are listed as an error, and --inexact
+exports all the same.
 
 --tie and --untie say whether the head is the embedding's table; without them that stays as it is.
 
@@ -43,6 +44,8 @@ from efla_jax.checkpoint.interchange import Layout, Tensor, check_names, lay_out
 from efla_jax.checkpoint.interchange_families import FAMILIES, Family, check_config, check_model, required
 from efla_jax.checkpoint.interchange_files import DTYPES, Reader, create
 from efla_jax.checkpoint.interchange_tables import HEAD, TABLE
+from efla_jax.data.byte_tokenizer import tokenizer_json
+from efla_jax.data.tokenizer import BYTES, TokenizerSpec, load_tokenizer
 from efla_jax.model import LanguageModel, mixer_fields
 from efla_jax.train import settings
 from experiments import runs
@@ -183,6 +186,8 @@ def vocabulary_in(folder: pathlib.Path, config: Mapping[str, Any]) -> dict[str, 
     kind, file = next(((kind, folder / name) for name, kind in TOKENIZERS.items() if (folder / name).is_file()),
                       ("", None))  # fmt: skip
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest() if file else ""
+    if file and file.read_bytes() == tokenizer_json().encode():  # of a run of bytes, see `export_run`
+        return load_tokenizer(TokenizerSpec(BYTES)).describe() | {"vocab_size": config["vocab_size"]}
     return {"kind": kind, "sha256": sha256, "vocab_size": config["vocab_size"], "eos_id": token("eos"),
             "bos_id": token("bos") if adds_bos(folder) else -1, "pattern": ""}  # fmt: skip
 
@@ -314,6 +319,9 @@ def export_run(chosen: argparse.Namespace) -> None:
         steps.scatter(layout, stored, create(target, files, chosen.shard_bytes))
         (target / "config.json").write_text(json.dumps(written, indent=2) + "\n")
         carry(folder, target)
+        if stored.metadata.get("tokenizer") == BYTES:
+            (target / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
+            (target / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}\n')
         if chosen.tokenizer:
             carry(chosen.tokenizer, target)
         Reader(target)  # the files as another program will find them
