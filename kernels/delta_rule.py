@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from efla_jax.kernels import delta_rule_mosaic as mosaic
 from efla_jax.kernels.delta_rule_parts import part_starts, summarise
+from efla_jax.kernels.delta_rule_reverse import never_zero
 from efla_jax.kernels.mosaic import narrow_indices
 
 KEY_DIMS = (64, 128)
@@ -116,8 +117,9 @@ def plan_for(config: Config, sizes: mosaic.Sizes, *, documents: bool, save: bool
 
 @narrow_indices()
 def forward(
-    q, k, u, erase, log_decay, documents, initial_state, *, config: Config, save: bool, step=None, interpret=None
-) -> tuple:
+    q, k, u, erase, log_decay, documents, initial_state, *,
+    config: Config, save: bool, step: str | None = None, keep=None, interpret=None,
+) -> tuple:  # fmt: skip
     """(o [B, T, H, V], final state [B, H, K, V] float32, saved or None); T a multiple of 64 and at least 64.
 
     q, k [B, T, G, K] and u [B, T, H, V] of one 16-bit dtype; erase, log_decay [B, H, T] float32, or fewer, each for
@@ -125,7 +127,8 @@ def forward(
     chunk up to and including the token, or None; initial_state [B, H, K, V] float32. saved is what the backward needs:
     (I + A)^-1 [B, H, T, 64] and, per chunk, the gate vectors [B, H, N, 5, 64] float32 (for the heads of the gates) and
     the state at the start [B, H, N, V, K], 16-bit. interpret: Mosaic's parameters. step: None, or a name of
-    `delta_flow.STEPS`: then k is raw, u is v, erase is beta, and saved has the |k|^2 [B, H, T] float32, too."""
+    `delta_flow.STEPS`: then k is raw, u is v, erase is beta, and saved has the |k|^2 [B, H, T] float32, too.
+    keep: None, or for the heads of the gates [B, H, N] float32, what a chunk leaves of all that it has written."""
     sizes = mosaic.Sizes.of(k, u, erase)
     plan = plan_for(config, sizes, documents=documents is not None, save=save, interpret=interpret is not None)
     inverse, gates, square = mosaic.invert(
@@ -138,6 +141,8 @@ def forward(
         automatic_barriers=config.automatic_barriers,
         interpret=interpret,
     )
+    if keep is not None:
+        gates = gates.at[:, :, :, mosaic.OUT].multiply(never_zero(keep)[..., None])
     starts = initial_state[None]
     if plan.parts > 1:
         whole = dataclasses.replace(plan, groups=summary_groups(plan.groups, sizes))

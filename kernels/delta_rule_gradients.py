@@ -30,7 +30,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from efla_jax.kernels.delta_flow import slopes
-from efla_jax.kernels.delta_rule_reverse import CHUNK, ERASE, GATES, INTO, OUT, SUM, TILE, ReverseConfig, Sizes, reverse
+from efla_jax.kernels.delta_rule_reverse import (
+    CHUNK,
+    ERASE,
+    GATES,
+    INTO,
+    OUT,
+    SUM,
+    TILE,
+    ReverseConfig,
+    Sizes,
+    never_zero,
+    reverse,
+)
 from efla_jax.kernels.mosaic import (
     MASKED,
     WGMMA,
@@ -85,7 +97,7 @@ class Memory(NamedTuple):
     written: Any  # [2, 64, C]: W^T; then dQ and dK on their way out
     pairs: Any  # [2, C, C]: what W^T is made of; then b, X
     sums: Any  # [2, SUMS, C]
-    results: Any  # [4, C]: d log_decay, d erase, and room; with raw keys dV . V
+    results: Any  # [4, C]: d log_decay, d erase, k . (out . W D^T) of each token; with raw keys dV . V
     loaded: Any  # barriers of the loads: of k and all that is small [slots], of tiles [slots], of q
     loaded_tile: Any
     loaded_q: Any
@@ -347,7 +359,7 @@ def gate_gradients(memory: Memory, at: Chunk, sizes: Sizes) -> None:
 def compute_chunk(memory: Memory, sizes: Sizes, where: tuple, turn, group, results: tuple) -> None:
     """A chunk's gradients by the two warpgroups that compute, from loads to stores."""
     (b, h, chunk), slot = where, lax.rem(turn, SLOTS)
-    tokens, (d_q, d_k, d_erase, d_decay, *d_value) = pl.ds(chunk * CHUNK, CHUNK), results
+    tokens, (d_q, d_k, d_erase, d_decay, *others) = pl.ds(chunk * CHUNK, CHUNK), results
     place, tile = lax.rem(slot + group, SLOTS), group if sizes.key_tiles == GROUPS else 0
     at = Chunk(slot, tile_slots(sizes, slot), [slot, 1 - slot], group, place, tile)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -392,19 +404,20 @@ def compute_chunk(memory: Memory, sizes: Sizes, where: tuple, turn, group, resul
         gate_gradients(memory, at, sizes)
         plgpu.copy_smem_to_gmem(memory.results.at[0], d_decay.at[b, h, tokens])
         plgpu.copy_smem_to_gmem(memory.results.at[1], d_erase.at[b, h, tokens])
-        for target in d_value:
-            plgpu.copy_smem_to_gmem(memory.results.at[3], target.at[b, h, tokens])
+        rows = [3] * sizes.raw_keys + [2] * sizes.routed
+        for result, target in zip(rows, others, strict=True):
+            plgpu.copy_smem_to_gmem(memory.results.at[result], target.at[b, h, tokens])
 
     plgpu.barrier_arrive(memory.free.at[slot])
 
 
 def gradients(x: Inputs, sizes: Sizes, programs: int, automatic_barriers: bool, *, interpret=None) -> tuple:
     """(dq, dk [B, T, H, K], d_erase, d_log_decay [B, H, T] float32) from everything that `backward` got, du and D; with
-    raw keys dV . V [B, H, T] float32, too.
+    raw keys dV . V, and with chunks that keep a part of what they write k . (out . W D^T), [B, H, T] float32, too.
 
     The chunks of all rows are dealt out to so many programs, a divisor of their number."""
     dtype, names = x.k.dtype, [name for name, array in x._asdict().items() if array is not None]
-    results_of = 4 + sizes.raw_keys
+    results_of = 4 + sizes.raw_keys + sizes.routed
     turns = sizes.batch * sizes.heads * sizes.chunks // programs
 
     def body(*refs):
@@ -449,7 +462,7 @@ def gradients(x: Inputs, sizes: Sizes, programs: int, automatic_barriers: bool, 
 @narrow_indices()
 def backward(
     q, k, u, erase, log_decay, documents, saved, d_o, d_final, *,
-    config: ReverseConfig | None = None, step: str | None = None, interpret=None,
+    config: ReverseConfig | None = None, step: str | None = None, keep=None, interpret=None,
 ) -> tuple:  # fmt: skip
     """Cotangents (dq, dk [B, T, H, K], du [B, T, H, V], d_erase, d_log_decay [B, H, T], d_initial [B, H, V, K]).
 
@@ -459,7 +472,8 @@ def backward(
     (inverse [B, H, T, 64] and gates [B, H, N, 5, 64] float32 for the heads of erase, states at the chunks' starts
     [B, H, N, V, K]); d_final [B, H, V, K] float32, of the final state. T is a multiple of 64, K and V in DIMENSIONS.
     dq and dk are of each value head, float32 where they are to be summed: those of a key head are their sum.
-    step: that of the forward, or None; with one, saved has the squared lengths of the keys at its end.
+    step and keep: those of the forward, or None. With a step, saved has the squared lengths of the keys at its end;
+    with keep, its cotangent comes after d_log_decay.
 
     Raises NotImplementedError for other sizes."""
     inverse, gates, starts, *square = saved
@@ -471,7 +485,18 @@ def backward(
         )
     config = ReverseConfig() if config is None else config
     sharing = heads // erase.shape[1]
-    sizes = Sizes(batch, time, key_heads, heads, key_dim, value_dim, documents is not None, sharing, step is not None)
+    sizes = Sizes(
+        batch,
+        time,
+        key_heads,
+        heads,
+        key_dim,
+        value_dim,
+        documents is not None,
+        sharing,
+        step is not None,
+        keep is not None,
+    )
     d_u, ends, d_initial = reverse(
         q, k, inverse, gates, documents, d_o, d_final, sizes=sizes, config=config, interpret=interpret
     )
@@ -484,8 +509,10 @@ def backward(
     d_q, d_k, *d_gates = gradients(inputs, sizes, programs, config.automatic_barriers, interpret=interpret)
     if sharing > 1:
         d_gates = [x.reshape(batch, -1, sharing, time).sum(2) for x in d_gates]
+    d_erase, d_decay, *others = d_gates
     if step is not None:
-        d_seen, d_decay, d_value = d_gates
-        d_beta, d_more = slope.gates(d_value, d_seen)
-        d_gates = [d_beta, d_decay + d_more]
-    return d_q, d_k, d_u, *d_gates, d_initial
+        d_erase, d_more = slope.gates(others.pop(0), d_erase)
+        d_decay += d_more
+    if keep is not None:
+        others = [others[0].reshape(*keep.shape, CHUNK).sum(-1) / never_zero(keep)]
+    return d_q, d_k, d_u, d_erase, d_decay, *others, d_initial

@@ -44,13 +44,14 @@ from efla_jax.kernels.mosaic import (
 CHUNK = 64
 TILE = 64  # columns of K or V of one tile in shared memory: 128 bytes, the widest swizzle
 GATES = 5  # rows of the saved gate vectors
+LEAST_KEPT = 1e-20
 ERASE, INTO, OUT, SUM = 0, 2, 3, 4  # e in; in; out; G (row 1 is the forward's own)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """Sizes of a call: B, T, G, H, K, V; value head h reads key head h // (H // G), and the gates of h // sharing.
-    raw_keys: see `delta_flow.py`."""
+    raw_keys: see `delta_flow.py`. routed: chunks keep a part of what they write; see `never_zero`."""
 
     batch: int
     time: int
@@ -61,6 +62,7 @@ class Sizes:
     documents: bool
     sharing: int = 1
     raw_keys: bool = False
+    routed: bool = False
 
     @property
     def chunks(self) -> int:
@@ -79,6 +81,13 @@ class Sizes:
 
     def gate_head(self, head):
         return head if self.sharing == 1 else lax.div(head, self.sharing)
+
+
+def never_zero(keep: jax.Array) -> jax.Array:
+    """keep, and next to nothing instead of nothing. A chunk that keeps m of what it has written, S' = in_C S + m J with
+    J = K^T (out . W), is one with m "out" for "out". So m <J, D> is a sum that the backward makes anyway, of which
+    <J, D>, the cotangent of m, is a quotient; what is left by 1e-20 is nothing beside a state of any size."""
+    return jnp.where(jnp.abs(keep) < LEAST_KEPT, LEAST_KEPT, keep)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ decay). Autodiff of this layout is exact: only the kernels need a gradient of th
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,29 +44,36 @@ def require_one_dtype(op: str, x: Recurrence) -> None:
         raise NotImplementedError(f"{op}: kernels take q, k, u of one dtype, not {x.q.dtype}, {x.k.dtype}, {x.u.dtype}")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8, 9))
-def solve(q, k, u, erase, log_decay, documents, initial_state, config, step, interpret):
-    """(o, final state) in the kernels' layout (see `kernels/delta_rule.py`). step: None, or how raw keys, values and
-    beta (in the places of k, u and erase) become one. interpret: parameters of Mosaic's interpreter, or None for a
-    device."""
+class How(NamedTuple):
+    """How a delta rule is computed. config: of the kernels; step: None, or how raw keys, values and beta, in the places
+    of k, u and erase, become one; interpret: parameters of Mosaic's interpreter, or None for a device."""
+
+    config: Any
+    step: str | None
+    interpret: Any
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(8,))
+def solve(q, k, u, erase, log_decay, documents, keep, initial_state, how: How):
+    """(o, final state) in the kernels' layout (see `kernels/delta_rule.py`)."""
     from efla_jax.kernels import delta_rule as kernel
 
     arguments = q, k, u, erase, log_decay, documents, initial_state
-    return kernel.forward(*arguments, config=config, save=False, step=step, interpret=interpret)[:2]
+    return kernel.forward(*arguments, save=False, keep=keep, **how._asdict())[:2]
 
 
-def _forward(q, k, u, erase, log_decay, documents, initial_state, config, step, interpret):
+def _forward(q, k, u, erase, log_decay, documents, keep, initial_state, how):
     from efla_jax.kernels import delta_rule as kernel
 
     arguments = q, k, u, erase, log_decay, documents, initial_state
-    o, final, saved = kernel.forward(*arguments, config=config, save=True, step=step, interpret=interpret)
-    return (o, final), (arguments[:6], saved)
+    o, final, saved = kernel.forward(*arguments, save=True, keep=keep, **how._asdict())
+    return (o, final), (arguments[:6], keep, saved)
 
 
-def _backward(config, step, interpret, residuals, cotangents):
+def _backward(how, residuals, cotangents):
     from efla_jax.kernels import delta_rule_gradients as kernel
 
-    (q, k, u, erase, log_decay, documents), (inverse, gates, states, *square) = residuals
+    (q, k, u, erase, log_decay, documents), keep, (inverse, gates, states, *square) = residuals
     d_o, d_final = cotangents
     tiles = u.shape[2] // erase.shape[1]
 
@@ -77,9 +85,13 @@ def _backward(config, step, interpret, residuals, cotangents):
 
     saved = repeated(inverse), repeated(gates), states, *map(repeated, square)
     arguments = q, k, u, repeated(erase), repeated(log_decay), documents, saved, d_o, d_final.swapaxes(2, 3)
-    d_q, d_k, d_u, d_erase, d_decay, d_initial = kernel.backward(*arguments, step=step, interpret=interpret)
-    d_gates = of_gates(d_erase), of_gates(d_decay), None if documents is None else jnp.zeros_like(documents)
-    return of_key_heads(d_q, q), of_key_heads(d_k, q), d_u, *d_gates, d_initial.swapaxes(2, 3)
+    kept = None if keep is None else repeated(keep)
+    options = dict(step=how.step, keep=kept, interpret=how.interpret)
+    d_q, d_k, d_u, d_erase, d_decay, *d_keep, d_initial = kernel.backward(*arguments, **options)
+    d_documents = None if documents is None else jnp.zeros_like(documents)
+    d_keys = of_key_heads(d_q, q), of_key_heads(d_k, q)
+    d_kept = of_gates(*d_keep) if d_keep else None
+    return *d_keys, d_u, of_gates(d_erase), of_gates(d_decay), d_documents, d_kept, d_initial.swapaxes(2, 3)
 
 
 def of_key_heads(gradient: jax.Array, like: jax.Array) -> jax.Array:
@@ -95,9 +107,9 @@ solve.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def laid_out(x: Recurrence, config, step, interpret) -> tuple[jax.Array, jax.Array]:
+def laid_out(x: Recurrence, config, step, interpret, keep=None) -> tuple[jax.Array, jax.Array]:
     """`solve` from and to the library's layout. Channels of the values do not mix: where they are many, tiles of them
-    become heads that share their gates."""
+    become heads that share their gates. keep [B, N, H]: see `pallas_routed.py`."""
     assert x.erase is not None
     batch, time, heads, value_dim = x.u.shape
     tile = value_tile(value_dim)
@@ -114,10 +126,9 @@ def laid_out(x: Recurrence, config, step, interpret) -> tuple[jax.Array, jax.Arr
         # What forgets all anyway is bounded, so that the running sums keep their digits.
         gates_by_head(jnp.maximum(x.log_decay, FORGET)),
         chunk_documents(x.starts),
+        None if keep is None else keep.swapaxes(1, 2),
         state_of(x.initial_state, -1, tiles, tile).reshape(batch, heads * tiles, -1, tile),
-        config,
-        step,
-        interpret,
+        How(config, step, interpret),
     )
     return o[:, :time].reshape(x.u.shape), state_of(final, tiles, -1, tile).reshape(x.initial_state.shape)
 

@@ -3,6 +3,7 @@
 from jaxtyping import Array, Float
 
 from efla_jax.ops.dispatch import Table, automatic, dispatch, missing_kernel
+from efla_jax.ops.pallas_routed import routed_delta_rule as pallas
 from efla_jax.ops.routed_chunked import routed_chunked
 from efla_jax.ops.routed_recurrent import RoutedState, routed, routed_over_mesh, routed_recurrent
 from efla_jax.shapes import Gates, Keys, Queries, SegmentIds, Values, check_chunk_size
@@ -10,7 +11,7 @@ from efla_jax.shapes import Gates, Keys, Queries, SegmentIds, Values, check_chun
 TABLE: Table = {
     "recurrent": routed_recurrent,
     "chunked": routed_chunked,
-    "pallas": missing_kernel("routed_delta_rule"),
+    "pallas": pallas,  # run by no GPU yet
     "triton": missing_kernel("routed_delta_rule"),
 }
 
@@ -43,7 +44,8 @@ def routed_delta_rule(
     decay too.
 
     All else is as in `delta_rule`, but the state: a `RoutedState` of any prefix goes on in any pieces, with the same
-    chunk_size; time is never split over devices. Source: NAtS-L (arXiv 2602.03681).
+    chunk_size; time is never split over devices. "pallas" serves chunk_size 64, [B, N, H] and rows from their beginning
+    without segment_ids, and is not among what "auto" takes. Source: NAtS-L (arXiv 2602.03681).
 
     >>> import jax.numpy as jnp
     >>> k, gates = jnp.ones((1, 40, 1, 4)) / 2, jnp.ones((1, 40, 1))
@@ -57,7 +59,7 @@ def routed_delta_rule(
         if array is None:
             raise ValueError(f"{name}: None, but the routed delta rule needs it; pass an array.")
     r = routed(q, k, u, erase, log_decay, keep, initial_state, segment_ids, chunk_size)
-    auto = automatic(k.shape[1])
+    auto = tuple(name for name in automatic(k.shape[1]) if name != "pallas")
 
     def run(r):
         return dispatch("routed_delta_rule", implementation, TABLE, auto, (r, chunk_size))

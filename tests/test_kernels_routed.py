@@ -1,0 +1,162 @@
+"""The routed delta rule's kernels: in Mosaic's interpreter (with the race detector) against the float64 oracle, whose
+masks are real numbers, and their lowering. They are those of the delta rule, with a factor for each chunk."""
+
+import os
+
+os.environ.setdefault("NPROC", "8")  # a waiting warpgroup blocks a thread of XLA's pool: more of them than warpgroups
+
+import functools  # noqa: E402
+import importlib  # noqa: E402
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402
+
+from efla_jax import ops  # noqa: E402
+from efla_jax.kernels import delta_rule  # noqa: E402
+from efla_jax.ops import pallas_routed  # noqa: E402
+from tests.cases import recurrence_case  # noqa: E402
+from tests.lowering import lower_cuda, mosaic_calls  # noqa: E402
+from tests.oracle import relative_rms, routed_and_gradients  # noqa: E402
+
+RACES = plgpu.InterpretGPUParams(detect_races=True)
+MODULE = importlib.import_module("efla_jax.ops.routed_delta_rule")
+NAMES = ("o", "state", "start", "dq", "dk", "du", "derase", "dlog_decay", "dkeep")
+# As many key heads as value heads: see the tests of the delta rule's gradients.
+SMALL = dict(batch=1, time=160, key_heads=2, heads=2, key_dim=64, value_dim=64)
+RATIO, FLOOR = 1.2, 2.5e-3  # of the chunked form's error, and what rounding results once comes to
+# A keep's cotangent is one number <J, D>, a d log_decay has the <S, D> of its chunk: of rounded states here, of float32
+# states in the chunked form; with two chunks a matter of luck.
+LUCK = {"dkeep": 6e-3, "dlog_decay": 4e-3}
+KEPT = {
+    "all": lambda rng, shape: np.ones(shape),
+    "none": lambda rng, shape: np.zeros(shape),
+    "alternating": lambda rng, shape: (np.arange(shape[1])[:, None] + np.arange(shape[2])) % 2 + np.zeros(shape),
+    "real": lambda rng, shape: rng.uniform(0.2, 1.5, shape),
+}
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch, capfd):
+    """The kernels in the interpreter; what its race detector prints fails the test."""
+    kernels = functools.partial(pallas_routed.routed_delta_rule, interpret=RACES)
+    monkeypatch.setitem(MODULE.TABLE, "pallas", kernels)
+    yield
+    assert "RACE DETECTED" not in "".join(capfd.readouterr())
+
+
+def case(name: str, kept: str, dtype=jnp.bfloat16, **shape):
+    """(q, k, u, erase, log decay, keep) and cotangents of (o, state, start)."""
+    sizes = {**SMALL, **shape}
+    (*arguments, state), (d_o, d_state) = recurrence_case(name, dtype, **sizes)
+    rng = np.random.default_rng(1)
+    keep = KEPT[kept](rng, (sizes["batch"], -(-sizes["time"] // 64), sizes["heads"]))
+    d_start = jnp.asarray(rng.normal(size=state.shape), jnp.float32)
+    return (*arguments, jnp.asarray(keep, jnp.float32)), (d_o, d_state, d_start)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def run(implementation, arguments, cotangents):
+    def op(*a):
+        o, after = ops.routed_delta_rule(*a, implementation=implementation)
+        return o, after.state, after.start
+
+    out, pull = jax.vjp(op, *arguments)
+    return (*out, *pull(cotangents))
+
+
+def check(name="random", kept="alternating", **shape):
+    arguments, cotangents = case(name, kept, **shape)
+    q, k, u, *_ = arguments
+    state = jnp.zeros((q.shape[0], u.shape[2], k.shape[3], u.shape[3]))
+    nothing = state, state, state[..., 0, 0]  # the state to begin with, the open chunk's start, its log decay
+    whole = *arguments, jnp.ones_like(arguments[5]), *nothing
+    start = np.zeros(q.shape[0], np.int32)
+    truth, slopes = routed_and_gradients(whole, None, start, 64, (*cotangents, nothing[2]))
+    wrong = {}
+    both = (run(implementation, arguments, cotangents) for implementation in ("pallas", "chunked"))
+    for found, ours, theirs, exact in zip(NAMES, *both, (*truth[:3], *slopes[:6]), strict=True):
+        error, other = relative_rms(ours, exact), relative_rms(theirs, exact)
+        if not error <= max(RATIO * other, LUCK.get(found, FLOOR)):
+            wrong[found] = f"{error:.1e}, {error / other:.2f} times that of the chunked form"
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_masks(kept):
+    check(kept=kept)
+
+
+@pytest.mark.parametrize(
+    "name", ["cosine 0.9", "forget", *(pytest.param(x, marks=pytest.mark.slow) for x in ("strong decay", "zero keys"))]
+)
+def test_decays_and_keys(name):
+    check(name, "real")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [dict(time=128, key_dim=128), dict(time=64, value_dim=192)], ids=str)
+def test_whole_chunks_and_sizes(shape):
+    check(**shape)
+
+
+@pytest.mark.slow
+def test_time_in_parts(monkeypatch):
+    monkeypatch.setattr(delta_rule, "SAFE", delta_rule.Config(combine=0.0))
+    check(kept="real", time=192, key_heads=1, heads=1)
+
+
+def test_a_chunk_rolled_back_leaves_nothing():
+    """Whatever a dropped chunk wrote, nothing behind it knows; and with all chunks kept it is the delta rule."""
+    (q, k, u, erase, decay, keep), cotangents = case("random", "none")
+    first = run("pallas", (q, k, u, erase, decay, keep), cotangents)
+    other = run("pallas", (q, k, u.at[:, :64].multiply(-3), erase, decay, keep), cotangents)
+    np.testing.assert_allclose(first[0][:, 64:].astype(np.float32), other[0][:, 64:].astype(np.float32), atol=1e-18)
+    np.testing.assert_allclose(first[2], 0, atol=1e-16)
+
+
+DECLINED = {
+    "chunk_size = 32": dict(chunk_size=32),
+    "segment_ids": dict(segment_ids=jnp.ones((1, 160), jnp.int32)),
+    "initial_state": dict(initial_state=ops.init_routed_state(1, 2, 64, 64)),
+    "keep with a second number": {},
+    "K = 32": dict(),
+}
+
+
+@pytest.mark.parametrize("reason", DECLINED)
+def test_what_kernels_do_not_serve_is_said(reason):
+    (q, k, u, erase, decay, keep), _ = case("random", "all", key_dim=32 if reason == "K = 32" else 64)
+    options = DECLINED[reason]
+    if "chunk_size" in options:
+        keep = jnp.ones((1, 5, 2))
+    if "second" in reason:
+        keep = jnp.stack([keep, keep], axis=-1)
+    with pytest.raises(NotImplementedError, match=f"routed_delta_rule: no GPU kernel for {reason}"):
+        ops.routed_delta_rule(q, k, u, erase, decay, keep, implementation="pallas", **options)
+    short = (x[:, :20] for x in (q, k, u, erase, decay))
+    if reason == "chunk_size = 32":
+        with pytest.raises(NotImplementedError, match="T = 20: not one chunk"):
+            ops.routed_delta_rule(*short, keep[:, :1], implementation="pallas")
+
+
+def test_auto_leaves_out_what_no_gpu_has_run():
+    (q, k, u, erase, decay, keep), _ = case("random", "real")
+    both = (ops.routed_delta_rule(q, k, u, erase, decay, keep, implementation=name)[0] for name in ("auto", "chunked"))
+    np.testing.assert_array_equal(*both)
+
+
+def test_lowers_for_cuda(monkeypatch):
+    """Two programs forward and two backward, as of the delta rule."""
+    monkeypatch.undo()
+    sds, f32, bf16 = jax.ShapeDtypeStruct, jnp.float32, jnp.bfloat16
+    keys, gates, keep = sds((2, 300, 4, 128), bf16), sds((2, 300, 4), f32), sds((2, 5, 4), f32)
+
+    def loss(*a):
+        o, after = ops.routed_delta_rule(*a, implementation="pallas")
+        return jnp.sum(o.astype(f32)) + jnp.sum(after.state) + jnp.sum(after.start)
+
+    lowered = lower_cuda(jax.grad(loss, tuple(range(6))), keys, keys, keys, gates, gates, keep)
+    assert 4 <= mosaic_calls(lowered) <= 6
