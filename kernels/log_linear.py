@@ -28,30 +28,32 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from efla_jax.kernels.log_linear_pairs import (
+    BLOCK,
+    INSIDE,
+    READS,
+    ROWS,
+    TILE,
+    WEIGHTS,
+    decays,
+    f32,
+    rows_of,
+    since_state,
+    vector,
+    weights_of,
+)
 from efla_jax.kernels.mosaic import (
-    MASKED,
-    WGMMA,
     accumulated,
-    by_column,
-    by_row,
-    index,
     left_operand,
     parameters,
     shared,
     staging,
 )
 
-BLOCK, ROWS, TILE = 128, 64, 64  # tokens of a block; those of a warpgroup; columns of V
-INSIDE = BLOCK.bit_length()  # levels of the pairs inside a block
-# Rows of the gates in shared memory: G / ln 2; the decay after the token; the weights of the levels inside and of those
-# of states; last the row of `fade`, which has from SINCE on the log2 decays from each state's end to the block.
-SUM, AFTER, WEIGHTS, READS = 0, 1, 2, 2 + INSIDE
-SINCE = 64
 KEY_DIMS, DTYPES = (64, 128), ("bfloat16", "float16")
 SHARED_MEMORY = 227 * 1024  # bytes that a program may use on a Hopper GPU
 GROUPS = 2  # compute warpgroups
 LOADER_REGISTERS, COMPUTE_REGISTERS = 24, 240  # per thread; all that there are for three warpgroups
-f32 = jnp.float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -398,44 +400,14 @@ def flat(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:2], -1)
 
 
-def rows_of(group):
-    """The tokens of a warpgroup in a block."""
-    return pl.ds(group * ROWS, ROWS)
-
-
-def pair_weights(gates, codes, group) -> jax.Array:
-    """R . w [64, 128] float32 of a warpgroup's rows and all tokens of the block, from gates in shared memory."""
-    here = pl.ds(group * ROWS, ROWS)
-    row, column = index(ROWS, BLOCK, 0) + group * ROWS, index(ROWS, BLOCK, 1)
-    exponent = by_row(gates.at[SUM, here], BLOCK) - by_column(gates.at[SUM], ROWS)
-    seen, apart = column <= row, row ^ column
-    if codes is not None:
-        apart = by_row(codes.at[here], BLOCK) ^ by_column(codes, ROWS)
-        seen = seen & (apart < BLOCK)
-    weight = by_row(gates.at[WEIGHTS + INSIDE - 1, here], BLOCK)
-    for level in reversed(range(INSIDE - 1)):
-        weight = jnp.where(apart < (1 << level), by_row(gates.at[WEIGHTS + level, here], BLOCK), weight)
-    return jnp.exp2(jnp.where(seen, exponent, MASKED)) * weight
-
-
-def vector(ref) -> jax.Array:
-    """A vector [64] in shared memory, one number a row."""
-    return plgpu.load(ref, layout=WGMMA.reduce(1), optimized=False)
-
-
-def since_state(gates, rows, level) -> jax.Array:
-    """The decay [64] from the end of the state of this level until each of these rows."""
-    return jnp.exp2(vector(gates.at[SUM, rows]) + gates[gates.shape[0] - 1, SINCE + level])
-
-
-def key_scores(memory: Memory, group) -> jax.Array:
-    """Q K^T [64, 128] float32 of a warpgroup's rows."""
+def key_scores(memory: Memory, group, own: bool) -> jax.Array:
+    """Q K^T [64, 64] float32 of a warpgroup's queries and its own keys or the others'."""
 
     def multiply(acc):
-        plgpu.wgmma(acc, memory.q.at[pl.ds(group * ROWS, ROWS)], memory.k.T)
+        plgpu.wgmma(acc, memory.q.at[rows_of(group)], memory.k.at[rows_of(group if own else 1 - group)].T)
         return accumulated(acc, wait_n=0)
 
-    return pl.run_scoped(multiply, plgpu.ACC((ROWS, BLOCK), f32))
+    return pl.run_scoped(multiply, plgpu.ACC((ROWS, ROWS), f32))
 
 
 def compute(task: Task, memory: Memory, o, o_s, left) -> None:
@@ -443,16 +415,25 @@ def compute(task: Task, memory: Memory, o, o_s, left) -> None:
     group, stages, live = lax.axis_index("group"), memory.values.shape[0], task.live
     here, square = rows_of(group), plgpu.ACC((ROWS, TILE), f32)
     plgpu.barrier_wait(memory.keys)
-    scores = key_scores(memory, group)
+    scores = [key_scores(memory, group, own) for own in (True, False)]
 
     def tile(i, _):
         slot = lax.rem(i, stages)
         plgpu.barrier_wait(memory.full.at[slot])
         gates = memory.gates.at[slot]
-        pairs = left_operand((scores * pair_weights(gates, memory.codes, group)).astype(o.dtype), left)
+
+        def pairs(own):
+            weight = decays(gates, memory.codes, group, own=own, transposed=False)
+            weight = weight * weights_of(gates, memory.codes, group, own=own, transposed=False)
+            return (scores[0 if own else 1] * weight).astype(o.dtype)
 
         def inside(acc):
-            plgpu.wgmma(acc, pairs, memory.values.at[slot, 0])
+            for own in (True, False):
+                if left is not None and not own:  # the interpreter's one buffer is about to be overwritten
+                    plgpu.wgmma_wait(0)
+                plgpu.wgmma(
+                    acc, left_operand(pairs(own), left), memory.values.at[slot, 0, rows_of(group if own else 1 - group)]
+                )
             return accumulated(acc, wait_n=0)
 
         def read(m, carry):
@@ -506,7 +487,7 @@ def read_out(q, k, u, gates: Gates, states, first, where: Blocks, *, config: Con
         x,
         [jax.ShapeDtypeStruct(flat(u).shape, dtype)],
         memory_for(sizes, config, x, sizes.rows, beside=2 * GROUPS * ROWS * TILE),
-        [shared(GROUPS, ROWS, TILE, dtype=dtype), *staging([(ROWS, BLOCK)], dtype, interpret, GROUPS)],
+        [shared(GROUPS, ROWS, TILE, dtype=dtype), *staging([(ROWS, ROWS)], dtype, interpret, GROUPS)],
         sizes,
         config,
         interpret,

@@ -20,15 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from efla_jax.kernels.log_linear import (
-    AFTER,
-    BLOCK,
     GROUPS,
-    INSIDE,
-    READS,
-    ROWS,
-    SUM,
-    TILE,
-    WEIGHTS,
     Blocks,
     Config,
     Gates,
@@ -36,89 +28,42 @@ from efla_jax.kernels.log_linear import (
     Memory,
     Sizes,
     Task,
-    f32,
     flat,
     launch,
     lowest_level,
     memory_for,
+    without_lowest,
+)
+from efla_jax.kernels.log_linear_pairs import (
+    AFTER,
+    BLOCK,
+    INSIDE,
+    READS,
+    ROWS,
+    TILE,
+    by_level,
+    decays,
+    f32,
+    levels_of,
+    positions,
     rows_of,
     since_state,
     vector,
-    without_lowest,
+    weights_of,
+    zero_of,
 )
 from efla_jax.kernels.mosaic import (
-    MASKED,
     WGMMA,
     accumulated,
     begin,
-    by_column,
     by_row,
     finish,
-    index,
     left_operand,
     shared,
     staging,
 )
 
-OTHER = INSIDE - 1  # the level of the pairs of a block's halves
 SQUARE = plgpu.ACC((ROWS, ROWS), f32)
-
-
-def zero_of(gates) -> jax.Array:
-    """0, which the compiler cannot know: what depends on it is made anew for every tile. Masks and the addresses of q
-    and k are the same for all tiles and would otherwise stay in registers, more than there are."""
-    return (gates[SUM, 0] > -MASKED).astype(jnp.int32)
-
-
-def positions(gates) -> tuple[jax.Array, jax.Array]:
-    """Row and column [64, 64] int32."""
-    zero = zero_of(gates)
-    return index(ROWS, ROWS, 0) + zero, index(ROWS, ROWS, 1) + zero
-
-
-def apart(gates, codes, group, own: bool) -> jax.Array:
-    """Row xor column [64, 64] int32: below 2^l for pairs of level l or less, from 128 on for tokens of two documents.
-    Rows are this warpgroup's tokens, columns its own or the others'."""
-    if codes is not None:
-        there = rows_of(group if own else 1 - group)
-        return by_row(codes.at[rows_of(group)], ROWS) ^ by_column(codes.at[there], ROWS)
-    row, column = positions(gates)
-    return row ^ column
-
-
-def decays(gates, codes, group, *, own: bool, transposed: bool) -> jax.Array:
-    """R [64 queries, 64 keys] float32 of this warpgroup's queries, or transposed that of its keys [64 keys, 64
-    queries]; with its own tokens or with the others'."""
-    mine, theirs = rows_of(group), rows_of(group if own else 1 - group)
-    exponent = by_row(gates.at[SUM, mine], ROWS) - by_column(gates.at[SUM, theirs], ROWS)
-    exponent = -exponent if transposed else exponent
-    if codes is not None:
-        exponent = jnp.where(apart(gates, codes, group, own) < BLOCK, exponent, MASKED)
-    if own:
-        row, column = positions(gates)
-        return jnp.exp2(jnp.where(column >= row if transposed else column <= row, exponent, MASKED))
-    last = 0 if transposed else 1  # the half of the block that sees the other, or is seen by it
-    return jnp.exp2(exponent + jnp.where(group == last, 0.0, MASKED))
-
-
-def levels_of(codes, own: bool) -> range:
-    """The levels that pairs of a warpgroup's tokens with its own or the others may have."""
-    if codes is not None:
-        return range(INSIDE)
-    return range(OTHER) if own else range(OTHER, INSIDE)
-
-
-def weights_of(gates, codes, group, *, own: bool, transposed: bool) -> jax.Array:
-    """w [64, 64] of this warpgroup's tokens, the queries or transposed the keys, with its own or with the others'."""
-    spread, mine = (by_column, own) if transposed else (by_row, True)
-    there = rows_of(group if mine else 1 - group)
-    levels = levels_of(codes, own)
-    weight = spread(gates.at[WEIGHTS + levels[-1], there], ROWS)
-    if len(levels) > 1:
-        distance = apart(gates, codes, group, own)
-        for level in reversed(levels[:-1]):
-            weight = jnp.where(distance < (1 << level), spread(gates.at[WEIGHTS + level, there], ROWS), weight)
-    return weight
 
 
 def products(*pairs) -> tuple[jax.Array, ...]:
@@ -155,12 +100,8 @@ def query_pairs(memory: Memory, slot, sums, group, own: bool) -> jax.Array:
     scores, pairs = products((memory.q.at[here], memory.k.at[there].T), (d_o, u.T))
     pairs = pairs * decays(gates, codes, group, own=own, transposed=False)
     mixed = pairs * scores
-    for level in levels_of(codes, own):
-        of_level = mixed
-        if own or codes is not None:
-            distance = apart(gates, codes, group, own) >> max(level - 1, 0)
-            of_level = jnp.where(distance == min(level, 1), mixed, 0.0)
-        total = jnp.sum(of_level, axis=1)
+    sums_by_level = by_level(gates, codes, group, mixed, own)
+    for level, total in zip(levels_of(codes, own), sums_by_level, strict=True):
         if codes is not None and not own:
             total = total + plgpu.load(sums.at[level], layout=WGMMA.reduce(1), optimized=False)
         sums.at[level][...] = total
@@ -277,7 +218,8 @@ def key_pairs(memory: Memory, slot, group, own: bool) -> tuple[jax.Array, ...]:
     values, narrow = values * weight, (scores * weight).astype(dtype)
     mixed = values * scores
     # A token's pair with itself cancels between rows and columns: left out rather than subtracted.
-    column = jnp.sum(jnp.where(apart(gates, codes, group, own) != 0, mixed, 0.0) if own else mixed, axis=1)
+    row, to = positions(gates)
+    column = jnp.sum(jnp.where(row != to, mixed, 0.0) if own else mixed, axis=1)
     return values.astype(dtype), narrow, column
 
 

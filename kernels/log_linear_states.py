@@ -26,17 +26,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from efla_jax.kernels.log_linear import (
-    AFTER,
-    BLOCK,
-    INSIDE,
     SHARED_MEMORY,
-    SINCE,
-    SUM,
-    TILE,
     Config,
     Gates,
     drain,
-    f32,
     flat,
     lowest_level,
     number_of,
@@ -44,6 +37,7 @@ from efla_jax.kernels.log_linear import (
     wait_for_release,
     without_lowest,
 )
+from efla_jax.kernels.log_linear_pairs import AFTER, BLOCK, INSIDE, SINCE, SUM, TILE, f32
 from efla_jax.kernels.mosaic import (
     WGMMA,
     accumulated,

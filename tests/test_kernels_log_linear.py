@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402
 
 from efla_jax import ops  # noqa: E402
 from efla_jax.kernels import log_linear as kernel  # noqa: E402
-from efla_jax.kernels import log_linear_states  # noqa: E402
+from efla_jax.kernels import log_linear_pairs, log_linear_states  # noqa: E402
 from efla_jax.ops import pallas_log_linear  # noqa: E402
 from efla_jax.ops.fenwick import FenwickState, fenwick, fenwick_level  # noqa: E402
 from efla_jax.ops.fenwick_chunked import fenwick_chunked  # noqa: E402
@@ -236,13 +236,13 @@ def test_vmap_equals_one_at_a_time():
 @pytest.mark.parametrize("slots", (1, 2, 3, 6))
 def test_blocks_read_the_states_of_their_bits(slots):
     """Number and level of every state that a block reads, and what merges into it, against the levels of tokens."""
-    levels = kernel.INSIDE + slots
+    levels = log_linear_pairs.INSIDE + slots
     stack, ends = [None] * slots, {}  # the blocks of each slot; of the state that ends before a block
     for block in range(40):
         number = int(kernel.number_of(block, slots))
         left, expected = number, {}
         for first in range(block):
-            level = min(int(fenwick_level(block * 128, first * 128)), levels - 1) - kernel.INSIDE
+            level = min(int(fenwick_level(block * 128, first * 128)), levels - 1) - log_linear_pairs.INSIDE
             expected.setdefault(level, []).append(first)
         while left:
             level = int(kernel.lowest_level(jnp.int32(left)))
