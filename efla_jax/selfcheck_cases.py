@@ -25,7 +25,8 @@ class Sizes(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One input to both implementations: `inputs` is a name of INPUTS, `documents` one of DOCUMENTS or None."""
+    """One input to both implementations: `inputs` is a name of INPUTS, `documents` one of DOCUMENTS or None. The op
+    "delta_flow" is followed by its step; the fourth argument is its beta."""
 
     op: str
     inputs: str
@@ -66,6 +67,8 @@ def draw(case: Case, seed: int = 0) -> tuple[tuple, tuple]:
         erase, decay = erase * 0 + 1, decay * 0
     elif case.inputs == "erase up to 2":
         erase = 2 * erase
+    if case.op.startswith("delta_flow"):  # raw keys
+        k = k * 2 * np.exp(0.7 * rng.normal(size=(*keys[:3], 1)))
     narrow = [jnp.asarray(x, case.dtype) for x in (q, k, rng.normal(size=values))]
     wide = [jnp.asarray(x, jnp.float32) for x in (erase, decay, rng.normal(size=states) * s.key_dim**-0.5)]
     cotangents = jnp.asarray(rng.normal(size=values), case.dtype), jnp.asarray(rng.normal(size=states), jnp.float32)
@@ -109,6 +112,14 @@ def cases() -> list[Case]:
         found += [Case(op, "random", Sizes(1, 4096, 1, 2, 128, 128)), Case(op, "random", ODD._replace(time=1))]
     found += [Case("delta_rule", "parallel keys", Sizes(1, 4096, 1, 2, 128, 128), "documents")]
     found += [Case("linear_attention", "random", Sizes(2, 4096, 1, 32, 128, 64))]
+    found += [
+        Case("delta_flow exact", inputs, ODD) for inputs in ("random", "parallel keys", "zero keys", "decay -1e4")
+    ]
+    found += [Case(f"delta_flow {step}", "random", ODD, "documents") for step in ("exact", "gated_exact", "unit")]
+    found += [
+        Case("delta_flow exact", "random", sizes)
+        for sizes in (ODD._replace(key_dim=64), Sizes(1, 4096, 1, 2, 128, 128))
+    ]
     return found + [Case("linear_attention", "random", Sizes(4, 1, 1, 32, 128, 64))]
 
 
@@ -126,6 +137,8 @@ TIMED = (
     ("delta_rule", Sizes(4, 8192, 16, 16, 128, 128)),
     ("delta_rule", Sizes(1, 32768, 16, 16, 128, 128)),
     ("delta_rule", Sizes(1, 131072, 16, 16, 128, 128)),
+    ("delta_flow exact", Sizes(16, 2048, 16, 16, 128, 128)),
+    ("delta_flow exact", Sizes(1, 32768, 16, 16, 128, 128)),
     ("linear_attention", Sizes(16, 2048, 1, 32, 128, 64)),
     ("linear_attention", Sizes(1, 32768, 1, 32, 128, 64)),
 )
