@@ -33,8 +33,13 @@ NAMES = ("o", "states", "dq", "dk", "du", "derase", "dlog_decay", "dlevel_weight
 # sums of several gradients that were each rounded.
 FLOOR, RATIO = 2.9e-3, 1.2
 # Nodes, their cotangents and those of the queries pass memory in bfloat16, each rounded by half of 2^-8 / sqrt(3) times
-# 1.4 = 1.6e-3: 2.8e-3 together, beside the 2.5e-3 of all the rest. The chunked form keeps float32.
-FLOORS = dict.fromkeys(NAMES, FLOOR) | dict.fromkeys(("states", "derase", "dlog_decay"), 3.7e-3)
+# 1.4 = 1.6e-3: 2.8e-3 together, beside the 2.5e-3 of all the rest; for erase, a sum of the gradients of the queries, of
+# either kind of node and of what nodes are made of, four times: 3.3e-3. The chunked form keeps float32.
+FLOORS = dict.fromkeys(NAMES, FLOOR) | {"states": 3.7e-3, "dlog_decay": 3.7e-3, "derase": 4.4e-3}
+# The chunked form sums all cotangents of the inverse before it takes them through it, on a CPU in float32. Here each
+# goes through it by itself, of 16-bit factors like everything else, which shows where keys are nearly parallel: dk then
+# has the error that du has, and derase up to 1.3 times that of the chunked form, within the bar of `selfcheck`, 1.4.
+RATIOS = dict.fromkeys(NAMES, RATIO) | {"derase": 1.4}
 FLOAT16 = 1e-3
 RACE = "RACE DETECTED"
 CASES = ("random", "no decay", "strong decay", "forget", "mixed decay", "zero keys", "cosine 0.99", "erase up to 2")
@@ -89,7 +94,9 @@ def compare(arguments, cotangents, config=CONFIG):
     bounds = dict.fromkeys(NAMES, FLOAT16)
     if arguments[2].dtype == jnp.bfloat16:
         others = compiled(None)(arguments, cotangents)
-        bounds = {n: max(RATIO * relative_rms(r, t), FLOORS[n]) for n, r, t in zip(NAMES, others, truth, strict=True)}
+        chunked = {n: relative_rms(r, t) for n, r, t in zip(NAMES, others, truth, strict=True)}
+        chunked["dk"] = max(chunked["dk"], chunked["du"])
+        bounds = {n: max(RATIOS[n] * chunked[n], FLOORS[n]) for n in NAMES}
     assert all(errors[n] <= bounds[n] for n in NAMES), {n: (errors[n], bounds[n]) for n in NAMES}
 
 
@@ -111,9 +118,21 @@ def test_every_kind_of_input(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_shape(shape):
-    compare(*case("cosine 0.9", shape, 12))
+def test_every_shape(shape, dtype):
+    compare(*case("random", shape, 12, jnp.dtype(dtype)))
+
+
+@pytest.mark.slow
+def test_vmap_equals_one_at_a_time():
+    first, cotangents = case("random", "whole blocks", 9)
+    second, _ = case("mixed decay", "whole blocks", 9)
+    both = [jnp.stack(pair) for pair in zip(first, second, strict=True)]
+    mapped = jax.vmap(compiled(CONFIG), (0, None))(both, cotangents)
+    for i, arguments in enumerate((first, second)):
+        for value, reference in zip(mapped, compiled(CONFIG)(arguments, cotangents), strict=True):
+            assert relative_rms(value[i], reference) < 1e-6
 
 
 @pytest.mark.parametrize("count", (1, 2, 5, 8, 13, 32))
