@@ -88,17 +88,20 @@ def with_kernel(model: LanguageModel, implementation: str) -> LanguageModel:
     return model.clone(mixer_options=options)
 
 
-def parameters(model: LanguageModel) -> Any:
-    """Random ones, matrices and tables in the model's dtype."""
+@functools.cache
+def shapes_of(model: LanguageModel) -> Any:
+    """Of parameters: matrices and tables in the model's dtype."""
 
     def narrow(x):
-        return x.astype(model.dtype) if x.ndim > 1 + (model.depth > len(model.mixers)) else x
+        matrix = x.ndim > 1 + (model.depth > len(model.mixers))
+        return jax.ShapeDtypeStruct(x.shape, model.dtype if matrix else x.dtype)
 
-    init = jax.jit(lambda key: jax.tree.map(narrow, model.init(key, jnp.zeros((1, 1), jnp.int32))))
-    return init(jax.random.key(0))
+    return jax.tree.map(narrow, jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
 
 
-# ---- choices --------------------------------------------------------------------------------------------------------
+def parameters(model: LanguageModel) -> Any:
+    """Random numbers in those shapes."""
+    return jax.tree.map(lambda x: 0.02 * jax.random.normal(jax.random.key(x.size), x.shape, x.dtype), shapes_of(model))
 
 
 def chooses_softmax(chunk: Any, route: Any, fraction: Any, of=jnp) -> Any:
@@ -124,9 +127,6 @@ def forced(fraction: jax.Array):
         return jnp.where(choice > 2, choice, jnp.stack([soft, 1 - soft], axis=-1)), pooled
 
     return nn.intercept_methods(interceptor)
-
-
-# ---- what is timed --------------------------------------------------------------------------------------------------
 
 
 def read(model: LanguageModel, params, tokens, fraction):
@@ -225,8 +225,7 @@ class Programs:
     def read_in(self, lengths: Sequence[int], pool: concurrent.futures.Executor) -> list:
         """Trace reading of these lengths, and have it compiled."""
         model, fraction = self.models[0], jax.ShapeDtypeStruct((), jnp.float32)
-        params = jax.eval_shape(functools.partial(parameters, model))
-        run = functools.partial(read, with_kernel(model, self.chosen.routed))
+        params, run = shapes_of(model), functools.partial(read, with_kernel(model, self.chosen.routed))
         for length in lengths:
             lowered = jax.jit(run).lower(params, jax.ShapeDtypeStruct((1, length), jnp.int32), fraction)
             self.reads[length] = pool.submit(lowered.compile)
@@ -235,7 +234,7 @@ class Programs:
     def written_in(self, pool: concurrent.futures.Executor) -> list:
         """Trace writing, one program for all lengths, and have it compiled."""
         model, fraction = self.models[1], jax.ShapeDtypeStruct((), jnp.float32)
-        params = jax.eval_shape(functools.partial(parameters, model))
+        params = shapes_of(model)
         cache = jax.eval_shape(lambda: model.init_cache(1, max_length=self.room))
         run = jax.jit(functools.partial(write, model, self.chosen.tokens), donate_argnums=(1, 2))
         lowered = run.lower(params, jax.ShapeDtypeStruct((1, 1), jnp.int32), cache, fraction)
