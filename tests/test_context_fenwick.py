@@ -109,8 +109,9 @@ def test_only_states_travel(erases):
     assert short == gathered(512) and any(name == "all-gather" for name, _ in short)
 
 
-def test_what_cannot_be_cut_is_whole():
-    """Documents and rows that go on: on every device as without a mesh."""
+@pytest.mark.parametrize("context", (4, 2))
+def test_what_cannot_be_cut_is_whole(context):
+    """Documents and rows that go on: on every device as without a mesh, with fewer heads where 6 are divided."""
     arguments, _ = case(16, 6)
     ids = jnp.asarray(np.repeat([[1, 2], [0, 3]], 8, axis=1), jnp.int32)
     states = jnp.ones((BATCH, HEADS, 6, KEY_DIM, VALUE_DIM)), jnp.full((BATCH,), 3, jnp.int32)
@@ -121,5 +122,5 @@ def test_what_cannot_be_cut_is_whole():
         later, _ = log_linear_attention(*rest, initial_state=FenwickState(*states), chunk_size=16)
         return packed, later
 
-    results = (on_mesh(sizes, run)(arguments, ids) for sizes in ((1, 1, 1, 4), None))
+    results = (on_mesh(sizes, run)(arguments, ids) for sizes in ((1, 1, 1, context), None))
     assert_close(*results, ("packed", "later"), TOLERANCE["float32"])

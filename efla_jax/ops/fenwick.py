@@ -113,29 +113,30 @@ def fenwick(q, k, u, erase, log_decay, level_weights, initial_state, segment_ids
     return Fenwick(x, weights, None if states is None else states.astype(jnp.float32), stands, start, real)
 
 
-# Of a Fenwick. A device has whole rows where the letter of their time is S, which no mesh axis splits.
-LEGENDS = ("BSGK", "BSGK", "BSHV", "BSH", "BSH", "BHKV", "BS", "BSHL", "BHLKV", "BS", "B", "BS")
+# Of a Fenwick whose time is split; of whole rows see `fenwick_over_mesh`.
+LEGENDS = ("BTGK", "BTGK", "BTHV", "BTH", "BTH", "BHKV", "BT", "BTHL", "BHLKV", "BT", "B", "BT")
 
 
 def fenwick_over_mesh(run, flat, f: Fenwick) -> tuple[jax.Array, FenwickState]:
     """run(f) -> (outputs, states), on every device with its rows and heads, and with its part of the time where
-    `fenwick_parts` knows how; flat(x): the operator with one state."""
+    `fenwick_parts` knows how, else with whole rows of fewer heads; flat(x): the operator with one state."""
     from efla_jax.ops import fenwick_parts  # which needs what stands above
 
-    q, k = repeat_key_heads(f.x.u.shape[2], f.x.q, f.x.k)
     time, slots = f.level_weights.shape[1], f.level_weights.shape[3]
     used = slots if f.states is not None else min(slots, time.bit_length() + 1)  # T tokens reach no level beyond
 
     mesh = auto_mesh()
     splits = mesh is not None and fenwick_parts.fits(f, mesh.shape["context"])
-    legends = tuple(legend.replace("S", "T") for legend in LEGENDS) if splits else LEGENDS
+    letters = {} if splits else {"T": "S", "G": "X", "H": "Y"}
+    legends = tuple("".join(letters.get(letter, letter) for letter in legend) for legend in LEGENDS)
+    q, k = repeat_key_heads(f.x.u.shape[2], f.x.q, f.x.k, whole_rows=not splits)
 
     def local(context, *arrays):
         f = Fenwick(Recurrence(*arrays[:7]), *arrays[7:])
         return run(f) if context is None else fenwick_parts.over_parts(run, flat, f, context)
 
     f = f._replace(x=f.x._replace(q=q, k=k), level_weights=f.level_weights[..., :used])
-    o, states = sharded(local, (*f.x, *f[1:]), legends, (legends[2], "BHLKV"))
+    o, states = sharded(local, (*f.x, *f[1:]), legends, (legends[2], legends[8]))
     states = jnp.pad(states, ((0, 0), (0, 0), (0, slots - used), (0, 0), (0, 0)))
     return o, FenwickState(states, f.position[:, -1] + 1 if f.position.shape[1] else f.start)
 

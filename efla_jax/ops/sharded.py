@@ -24,8 +24,9 @@ from efla_jax.ops.arguments import Recurrence
 from efla_jax.ops.chunked import product
 from efla_jax.sharding import auto_mesh
 
-# Which mesh axes may split which letters. An axis that does not divide all the sizes it would split is not used.
-SPLITS = (("B", ("data", "fsdp")), ("T", ("context",)), ("GHD", ("tensor",)))
+# Which mesh axes may split which letters. An axis that does not divide all the sizes it would split is not used. X and
+# Y are G and H of an operator that has whole rows: so that no two devices do the same, context splits its heads.
+SPLITS = (("B", ("data", "fsdp")), ("T", ("context",)), ("GHD", ("tensor",)), ("XY", ("tensor", "context")))
 
 
 def sharded(
@@ -70,12 +71,15 @@ def sharded(
     )(*arrays)
 
 
-def repeat_key_heads(heads: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Arrays [B, T, G, ...] read by H value heads, G repeated as far as the mesh needs to split both."""
+def repeat_key_heads(heads: int, *arrays: jax.Array, whole_rows: bool = False) -> tuple[jax.Array, ...]:
+    """Arrays [B, T, G, ...] read by H value heads, G repeated as far as the mesh needs to split both; whole_rows: as X
+    and Y."""
     mesh = auto_mesh()
-    tensor = 1 if mesh is None else mesh.shape["tensor"]
-    repeats = tensor // math.gcd(arrays[0].shape[2], tensor)
-    if heads % tensor or repeats == 1:
+    parts = 1 if mesh is None else mesh.shape["tensor"]
+    if mesh is not None and whole_rows and heads % (parts * mesh.shape["context"]) == 0:
+        parts *= mesh.shape["context"]
+    repeats = parts // math.gcd(arrays[0].shape[2], parts)
+    if heads % parts or repeats == 1:
         return arrays
     return tuple(jnp.repeat(x, repeats, axis=2) for x in arrays)
 
