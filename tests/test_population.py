@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs import quickstart
+from configs import quickstart, smnist
 from efla_jax import evaluate, metrics, train
 from efla_jax.layers import MIXERS
 from efla_jax.train import population
@@ -71,6 +71,27 @@ def test_every_mixer_goes_through_vmap(mixer, tmp_path):
         assert found[1].scores[name] == pytest.approx(value, rel=CLOSE, abs=CLOSE), name
     for ours, theirs in zip(*map(jax.tree.leaves, (found[1].params, alone.params)), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=CLOSE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["text", "images"])
+def test_other_data_than_generated_tasks(kind, corpus, tmp_path):
+    """Two seeds on one corpus, whose batches they see in different orders."""
+    configs = []
+    for seed in (0, 1):
+        config = quickstart.get_config("efla") if kind == "text" else smnist.get_config("efla")
+        config.seed, config.mesh.data, config.model.width = seed, 1, 8
+        config.data.batch_size, config.data.path = 4, str(corpus) if kind == "text" else ""
+        config.train.update(steps=3, log_every=1)
+        if kind == "text":
+            config.data.update(window=16, valid_fraction=0.2)
+            config.model.update(depth=1, mlp_width=8)
+            config.optim.warmup_steps = 0
+        configs.append(train.plain(config))
+    found = fit_population(configs, [tmp_path / "0", tmp_path / "1"])
+    alone = train.fit(configs[1], tmp_path / "alone")
+    assert found[1].scores == pytest.approx(alone.scores, rel=CLOSE, abs=CLOSE)
+    assert found[0].scores != found[1].scores and ("bits_per_byte" in alone.scores) == (kind == "text")
 
 
 def test_a_member_ends_at_its_goal_and_keeps_those_scores(tmp_path):
