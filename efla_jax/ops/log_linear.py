@@ -70,7 +70,7 @@ def log_linear_delta_rule(
     real tokens of each document. level_weights `[B, T, H, L]` (used in float32): levels from L - 1 on share weight and
     slot L - 1, so L = 1 is `delta_rule` times its weight, and so is any L with equal weights. All else is as in
     `delta_rule`, but the state: a `FenwickState` of any prefix goes on in any pieces. A mesh splits the time of rows
-    that begin at 0 without segment_ids into parts of a power of two; other rows are whole on every device.
+    that begin at 0 without segment_ids into parts of a power of two; other rows are whole, with fewer heads a device.
     "chunked" costs least where rows begin at 0 without segment_ids (a tree over chunks; elsewhere every chunk works on
     all slots), and "associative" takes such rows only. Source: Log-Linear Attention (arXiv 2506.04761).
 
