@@ -30,11 +30,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from efla_jax import ops, selfcheck_attention
+from efla_jax import ops, selfcheck_attention, selfcheck_log_linear
 from efla_jax.ops import pallas, pallas_linear, pallas_step
 from efla_jax.ops.arguments import Recurrence, recurrence
 from efla_jax.selfcheck_attention import AttentionCase
 from efla_jax.selfcheck_cases import TIMED, Case, cases, draw, segment_ids, timed_inputs, tiny_cases
+from efla_jax.selfcheck_log_linear import LogLinearCase
 
 # Times the error of "chunked". The kernels invert a chunk's triangle with products of float16, "chunked" in float32:
 # nothing beside the rounding of all else to bfloat16, but as much as that to float16 where keys are nearly parallel.
@@ -48,6 +49,7 @@ FLOOR = {"bfloat16": 1.8e-3, "float16": 2.3e-4}
 # One token is computed in float32 throughout: its state differs by the order of K sums, 2^-24 each.
 STATE_AFTER_ONE_TOKEN = 1e-6
 NAMES = ("o", "state", "dq", "dk", "du", "derase", "dlog_decay", "dinitial")
+AnyCase = Case | AttentionCase | LogLinearCase
 MOST_WORDS = 300  # of an error's message
 
 
@@ -140,10 +142,12 @@ def bar(case: Case, name: str, chunked: float) -> float:
     return max(BAR[case.dtype] * chunked, FLOOR[case.dtype])
 
 
-def check(case: Case | AttentionCase, interpret: Any = None) -> Result:
+def check(case: AnyCase, interpret: Any = None) -> Result:
     """Run the case. What it raises is its complaint, so that others still run."""
     if isinstance(case, AttentionCase):
         return check_attention(case)
+    if isinstance(case, LogLinearCase):
+        return check_log_linear(case)
     arguments, cotangents = draw(case)
     ids = segment_ids(case)
     twice = attempt(lambda: program(case.op, "pallas", interpret)(arguments, ids, cotangents))
@@ -170,6 +174,20 @@ def check_attention(case: AttentionCase) -> Result:
     return judged(*twice, errors, chunked, {k: max(times[k] * chunked[k], FLOOR[case.dtype]) for k in names})
 
 
+def check_log_linear(case: LogLinearCase) -> Result:
+    """`check` of a log-linear operator."""
+    arguments, ids, prefix = selfcheck_log_linear.arguments_of(case), selfcheck_log_linear.ids_of(case), case.before > 0
+    run = selfcheck_log_linear.program
+    twice = attempt(lambda: run(case.op, "pallas", prefix)(arguments, ids))
+    if isinstance(twice, Result):
+        return twice
+    truth = selfcheck_log_linear.truth_of(case, arguments, ids)
+    beside = run(case.op, "chunked", prefix)(arguments, ids)
+    errors, chunked = ({k: relative_rms(found[k], truth[k]) for k in truth} for found in (twice[0], beside))
+    floors = {name: selfcheck_log_linear.floor_of(case, name) for name in truth}
+    return judged(*twice, errors, chunked, {k: max(BAR[case.dtype] * chunked[k], floors[k]) for k in truth})
+
+
 def attempt(run: Callable[[], dict]) -> tuple[dict, dict] | Result:
     """What run() returns, twice; or what it raises, as a result."""
     try:
@@ -190,7 +208,7 @@ def judged(found: dict, again: dict, errors: dict, chunked: dict, bars: dict) ->
     return Result(errors, chunked, "; ".join(complaints) or None)
 
 
-def line(case: Case | AttentionCase, result: Result) -> str:
+def line(case: AnyCase, result: Result) -> str:
     """One row of the table: the verdict, and the error of the kernel and of "chunked" for each quantity."""
     verdict = "not covered" if result.declined else "FAILED" if result.complaint else "ok"
     cells = [f"{name} {result.errors[name]:.1e}/{result.chunked[name]:.1e}" for name in result.errors]
@@ -199,7 +217,7 @@ def line(case: Case | AttentionCase, result: Result) -> str:
     )
 
 
-def check_all(chosen: Sequence[Case | AttentionCase], interpret: Any = None) -> int:
+def check_all(chosen: Sequence[AnyCase], interpret: Any = None) -> int:
     """Check every case, print its row, and return how many failed."""
     print('verdict     | case | error of the kernel / of "chunked" for each output, state and gradient')
     failed = covered = 0
@@ -291,8 +309,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    known: list[Case | AttentionCase] = [*tiny_cases()] if options.interpret else [*cases()]
-    known += [] if options.interpret else selfcheck_attention.cases()
+    known: list[AnyCase] = [*tiny_cases()] if options.interpret else [*cases()]
+    known += [] if options.interpret else [*selfcheck_log_linear.cases(), *selfcheck_attention.cases()]
     chosen = [case for case in known if options.only in case.name]
     if not chosen:
         print(f"selfcheck: no case has {options.only!r} in its name", file=sys.stderr)

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from efla_jax import selfcheck, selfcheck_attention, selfcheck_cases
+from efla_jax import selfcheck, selfcheck_attention, selfcheck_cases, selfcheck_log_linear
 from efla_jax.ops.chunked import chunked
 from efla_jax.selfcheck_attention import AttentionCase
 from efla_jax.selfcheck_cases import Case, Sizes
+from efla_jax.selfcheck_log_linear import LogLinearCase
 from tests.lowering import lower_cuda, mosaic_calls
 
 TINY = Sizes(1, 24, 1, 2, 4, 3)
@@ -196,6 +197,40 @@ def test_attention_passes_where_it_is_right_and_fails_where_not(case, monkeypatc
     assert all(error < (0.2 if name == "dselected" else 1e-2) for name, error in right.errors.items())
     assert len(right.errors) == (1 if case.before else 5 if case.op == "block_sparse_attention" else 4)
     assert with_error(1.05).complaint == "beyond the bar: o"
+
+
+@pytest.mark.parametrize("op", ("log_linear_attention", "log_linear_delta_rule"))
+@pytest.mark.parametrize("before", (pytest.param(0, marks=SLOW), 7))
+def test_a_log_linear_operator_passes_where_it_is_right_and_fails_where_not(op, before, monkeypatch):
+    case = LogLinearCase(op, "random", Sizes(2, 24, 1, 2, 4, 3), 4, "padding" if before else None, before)
+    honest = selfcheck_log_linear.program
+
+    def with_error(factor):
+        def program(op, implementation, prefix):
+            run = honest(op, "chunked" if implementation == "pallas" else implementation, prefix)
+            factors = {"dlevel_weights": factor} if implementation == "pallas" else {}
+            return lambda *a: {k: x * factors.get(k, 1) for k, x in run(*a).items()}
+
+        monkeypatch.setattr(selfcheck_log_linear, "program", program)
+        return selfcheck.check(case)
+
+    right = with_error(1)
+    assert right.complaint is None and right.errors == right.chunked and max(right.errors.values()) < 1e-2
+    assert len(right.errors) == len(selfcheck_log_linear.NAMES) - (op == "log_linear_attention") - (before == 0)
+    assert with_error(1.05).complaint == "beyond the bar: dlevel_weights"
+
+
+@pytest.mark.slow
+def test_every_case_of_the_log_linear_operators_lowers():
+    declined = []
+    for case in selfcheck_log_linear.cases():
+        given = jax.eval_shape(lambda case=case: selfcheck_log_linear.arguments_of(case))
+        run = selfcheck_log_linear.program(case.op, "pallas", case.before > 0)
+        try:
+            assert mosaic_calls(lower_cuda(run, given, selfcheck_log_linear.ids_of(case))) > 0, case.name
+        except NotImplementedError:
+            declined.append(case)
+    assert not [case for case in declined if case.op == "log_linear_attention" and case.sizes.key_dim != 32], declined
 
 
 @pytest.mark.slow

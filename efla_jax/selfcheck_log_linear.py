@@ -1,0 +1,124 @@
+"""The cases of `efla_jax.selfcheck` for the log-linear operators: whole rows, packed ones, padding, prefixes of any
+length, and one token, with the states and every gradient.
+
+The reference is "recurrent" on the same inputs widened to float32.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from efla_jax import ops
+from efla_jax.selfcheck_cases import AWKWARD, Case, Sizes, draw, segment_ids
+
+NAMES = ("o", "states", "dq", "dk", "du", "derase", "dlog_decay", "dlevel_weights", "dinitial")
+# dk and du are sums of two gradients in bfloat16, one of pairs and one of states, half of 2^-8 / sqrt(3) each.
+FLOOR = 2.9e-3
+# Where products of states and their cotangents are most of dlog_decay: both are kept in bfloat16, "chunked" keeps
+# float32 (tests/test_kernels_log_linear.py).
+FLOOR_OF_DECAY = 3.8e-3
+
+
+class LogLinearCase(NamedTuple):
+    """One input: inputs and documents as of `Case`; levels L; before: tokens of a prefix, more in each row."""
+
+    op: str
+    inputs: str
+    sizes: Sizes
+    levels: int = 12
+    documents: str | None = None
+    before: int = 0
+    dtype: str = "bfloat16"
+
+    @property
+    def flat(self) -> Case:
+        return Case(self.op, self.inputs, self.sizes, self.documents, self.dtype)
+
+    @property
+    def name(self) -> str:
+        return f"{self.flat.name}, L{self.levels}" + (f", behind {self.before}" if self.before else "")
+
+
+def cases() -> list[LogLinearCase]:
+    """Rows that fill no block, few levels, documents that begin anywhere, prefixes that end anywhere."""
+    found = []
+    for op, sizes in (
+        ("log_linear_attention", Sizes(2, 700, 1, 4, 128, 64)),
+        ("log_linear_delta_rule", Sizes(2, 700, 2, 2, 128, 128)),
+    ):
+        case = LogLinearCase(op, "random", sizes)
+        found += [case._replace(inputs=inputs) for inputs in AWKWARD[: 5 if op == "log_linear_attention" else 7]]
+        found += [case._replace(levels=levels) for levels in (1, 6, 10)]
+        found += [case._replace(documents="documents"), case._replace(documents="padding", before=300)]
+        found += [case._replace(before=128), case._replace(before=1000), case._replace(dtype="float16")]
+        found += [case._replace(sizes=sizes._replace(time=1), before=before) for before in (1, 63, 1000)]
+        found += [case._replace(sizes=sizes._replace(time=70)), case._replace(sizes=sizes._replace(key_dim=32))]
+    return found
+
+
+class Arguments(NamedTuple):
+    """Of a case: (q, k, u, erase, log_decay, level weights, states), positions [B] and cotangents of o and states."""
+
+    inputs: tuple
+    position: jax.Array
+    cotangents: tuple
+
+
+def arguments_of(case: LogLinearCase, seed: int = 0) -> Arguments:
+    """A prefix has states in the slots that its length has."""
+    (*inputs, state), (d_o, _) = draw(case.flat, seed)
+    rng, shape = np.random.default_rng(seed + 1), (*state.shape[:2], case.levels, *state.shape[2:])
+    position = case.before + (37 * np.arange(case.sizes.batch) if case.before else np.zeros(case.sizes.batch, int))
+    slot, last = np.arange(case.levels), case.levels - 1
+    bits = position[:, None] >> np.maximum(slot - 1, 0)
+    live = np.where(slot == last, bits > 0, bits & 1 == 1) & ((slot > 0) | (last == 0))
+    states = rng.normal(size=shape) * case.sizes.key_dim**-0.5 * live[:, None, :, None, None]
+    weights = jnp.asarray(rng.normal(size=(*inputs[2].shape[:3], case.levels)), jnp.float32)
+    cotangents = d_o, jnp.asarray(rng.normal(size=shape), jnp.float32)
+    return Arguments((*inputs, weights, jnp.asarray(states, jnp.float32)), jnp.asarray(position, jnp.int32), cotangents)
+
+
+@functools.cache
+def program(op: str, implementation: str, prefix: bool) -> Callable:
+    """A jitted (arguments, ids) -> outputs, states and gradients by name; prefix: whether there is one."""
+
+    def forward(position, ids, q, k, u, erase, log_decay, weights, states):
+        options = {"segment_ids": ids, "implementation": implementation}
+        if prefix:
+            options["initial_state"] = ops.FenwickState(states, position)
+        if op == "log_linear_attention":
+            o, state = ops.log_linear_attention(q, k, u, log_decay, weights, **options)
+        else:
+            o, state = ops.log_linear_delta_rule(q, k, u, erase, log_decay, weights, **options)
+        return o, state.states
+
+    @jax.jit
+    def run(x: Arguments, ids):
+        out, pull = jax.vjp(lambda *given: forward(x.position, ids, *given), *x.inputs)
+        gradients = pull((x.cotangents[0].astype(out[0].dtype), x.cotangents[1]))
+        found = dict(zip(NAMES, (*out, *gradients), strict=True))
+        unused = ["derase"] * (op == "log_linear_attention") + ["dinitial"] * (not prefix)
+        if prefix:  # slots that the prefix has not are none of its state
+            found["dinitial"] = jnp.where(x.inputs[-1] != 0, found["dinitial"], 0.0)
+        return {name: value for name, value in found.items() if name not in unused}
+
+    return run
+
+
+def ids_of(case: LogLinearCase) -> jax.Array | None:
+    return segment_ids(case.flat)
+
+
+def truth_of(case: LogLinearCase, x: Arguments, ids) -> dict[str, jax.Array]:
+    wide = x._replace(inputs=tuple(a.astype(jnp.float32) for a in x.inputs))
+    return program(case.op, "recurrent", case.before > 0)(wide, ids)
+
+
+def floor_of(case: LogLinearCase, name: str) -> float:
+    """An error that passes whatever that of "chunked" is."""
+    floor = FLOOR_OF_DECAY if name == "dlog_decay" else FLOOR
+    return floor if case.dtype == "bfloat16" else floor / 8
