@@ -2,7 +2,7 @@
 
     found = fit_population([config, other], ["runs/a", "runs/b"])          # one `Outcome` per config
 
-A model of width 64 leaves a GPU idle between its kernels; a dozen of them take hardly longer than one. Every member
+A model of width 64 leaves a GPU idle between its kernels; a dozen of them share their launches. Every member
 trains as `fit` would train it by itself, on the rows of its own seed, to the tolerance of another order of its sums.
 What it has not: a mesh, checkpoints on the way, signals. GPU kernels cannot be taken through vmap, so XLA computes the
 operators.
