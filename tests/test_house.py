@@ -53,8 +53,8 @@ FORBIDDEN_WORDS = {"util", "utils", "helper", "helpers", "misc", "common", "new"
 FORBIDDEN_CALLS = {"sow": "capture_intermediates of a named sub-module", "variable": "state passed in and returned"}
 MOST_LINES, MOST_LINES_OF_A_KERNEL, MOST_LINES_OF_A_FUNCTION, MOST_PARAMETERS_OF_AN_OP = 400, 600, 60, 10
 # Written in two pieces, so that this file does not break its own rule.
-MACHINE_PATHS = ("/work/", "/root/", "../shared")
-REGISTRY_HOSTS = ("pypi.org", "pythonhosted.org", "npmjs.org", "deb.debian.org")
+MACHINE_PATHS = ("/work" "/", "/root" "/", "../" "shared")
+REGISTRY_HOSTS = ("pypi" ".org", "python" "hosted.org", "npmjs" ".org", "deb" ".debian.org")
 MACHINE_TRACES = MACHINE_PATHS + REGISTRY_HOSTS
 
 
@@ -189,11 +189,8 @@ def masked_exponent(path: str, source: str) -> list[str]:
     complaints = []
     for statement in ast.parse(source).body:
         assignments = [node for node in ast.walk(statement) if isinstance(node, ast.Assign)]
-        masked = {
-            node.targets[0].id
-            for node in assignments
-            if isinstance(node.targets[0], ast.Name) and calls(node.value, "where")
-        }
+        masked = {node.targets[0].id for node in assignments
+                  if isinstance(node.targets[0], ast.Name) and calls(node.value, "where")}
         for choice in calls(statement, "where", "select"):
             branches = [*choice.args[1:], *(keyword.value for keyword in choice.keywords)]
             for call in [call for branch in branches for call in calls(branch, "exp", "exp2")]:
