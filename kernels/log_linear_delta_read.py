@@ -33,7 +33,6 @@ from efla_jax.kernels.log_linear_delta import (
 )
 from efla_jax.kernels.mosaic import (
     MASKED,
-    WGMMA,
     by_column,
     by_row,
     index,
@@ -196,34 +195,31 @@ def node_of(memory: Memory, number, use) -> Any:
     return result
 
 
-def pair_weights(gates, group, source, before) -> jax.Array:
-    """w . R [64, 64] float32 of this warpgroup's tokens and those of the chunk `source`, so many chunks before it."""
-    mine, theirs = pl.ds(group * CHUNK, CHUNK), pl.ds(source * CHUNK, CHUNK)
-    row, column = index(CHUNK, CHUNK, 0) + before * CHUNK, index(CHUNK, CHUNK, 1)
+def pair_weights(gates, group, before: int) -> jax.Array:
+    """w . R [64, 64] float32 of this warpgroup's tokens and those of the chunk that is so many before its own."""
+    mine, theirs = pl.ds(group * CHUNK, CHUNK), pl.ds((group - before) * CHUNK, CHUNK)
     exponent = by_row(gates.at[SUM, mine], CHUNK) - by_column(gates.at[SUM, theirs], CHUNK)
-    apart = row ^ column
-    weight = by_row(gates.at[WEIGHTS + INSIDE - 1, mine], CHUNK)
-    for level in reversed(range(INSIDE - 1)):
+    if before:
+        return jnp.exp2(exponent) * by_row(gates.at[WEIGHTS + INSIDE - 1, mine], CHUNK)
+    row, column = index(CHUNK, CHUNK, 0), index(CHUNK, CHUNK, 1)
+    apart, weight = row ^ column, by_row(gates.at[WEIGHTS + INSIDE - 2, mine], CHUNK)
+    for level in reversed(range(INSIDE - 2)):
         weight = jnp.where(apart < (1 << level), by_row(gates.at[WEIGHTS + level, mine], CHUNK), weight)
     return jnp.exp2(jnp.where(column <= row, exponent, MASKED)) * weight
 
 
-def solved_scores(memory: Memory, q, source, before, left) -> jax.Array:
-    """P = mask(Q K^T) X [64, 64] float32 of queries in registers and a chunk of keys."""
-    dtype, square = memory.k.dtype, (CHUNK, CHUNK)
+def inside_step(memory: Memory, group, before: int, q, o, left, interpret) -> tuple:
+    """Queries and outputs of a warpgroup after the chunk that is so many before its own; without o those of its own
+    alone. Of queries only, memory has no u, and o stays None."""
+    dtype, gates, source, square = memory.k.dtype, memory.gates, group - before, (CHUNK, CHUNK)
     scores = multiply(left_operand(q.astype(dtype), left[0]), memory.k.at[source].T, square)
-    seen = index(*square, 1) <= index(*square, 0) + before * CHUNK
-    scores = jnp.where(seen, scores, 0.0).astype(dtype)
-    return multiply(left_operand(scores, left[1]), memory.inverse.at[source], square)
-
-
-def inside_step(memory: Memory, group, before, q, o, left, interpret) -> tuple:
-    """Queries and outputs (or None) of a warpgroup after the chunk that is so many before its own."""
-    dtype, gates, source = memory.k.dtype, memory.gates, group - before
-    solved = solved_scores(memory, q, source, before, left)
-    if o is not None:
-        pairs = (solved * pair_weights(gates, group, source, before)).astype(dtype)
-        o = add_product(o, left_operand(pairs, left[1]), memory.u.at[source], interpret)
+    if not before:
+        scores = jnp.where(index(*square, 1) <= index(*square, 0), scores, 0.0)
+    solved = multiply(left_operand(scores.astype(dtype), left[1]), memory.inverse.at[source], square)
+    if memory.u is not None:
+        pairs = left_operand((solved * pair_weights(gates, group, before)).astype(dtype), left[1])
+        u, wide = memory.u.at[source], (CHUNK, memory.q.shape[2])
+        o = multiply(pairs, u, wide) if o is None else add_product(o, pairs, u, interpret)
     known = solved * by_column(gates.at[ERASE, pl.ds(source * CHUNK, CHUNK)], CHUNK)
     return add_product(q, left_operand(known.astype(dtype), left[1]), memory.k.at[source], interpret), o
 
@@ -237,15 +233,12 @@ def change(memory: Memory, number, q, left, interpret) -> jax.Array:
 
 def read_program(task: Task, memory: Memory, o_gmem, left, interpret) -> None:
     """A compute warpgroup of `read`."""
-    group, dtype, wide = lax.axis_index("group"), memory.k.dtype, (CHUNK, task.sizes.dim)
+    group, dtype = lax.axis_index("group"), memory.k.dtype
     here, live = pl.ds(group * CHUNK, CHUNK), task.live
     plgpu.barrier_wait(memory.loaded)
-    o = plgpu.layout_cast(jnp.zeros(wide, f32), WGMMA)
-
-    def step(before, carry):
-        return inside_step(memory, group, before, *carry, left, interpret)
-
-    q, o = lax.fori_loop(0, group + 1, step, (matrix(memory.q.at[group]), o))
+    q, o = inside_step(memory, group, 0, matrix(memory.q.at[group]), None, left, interpret)
+    step = lambda _, carry: inside_step(memory, group, 1, *carry, left, interpret)  # noqa: E731
+    q, o = lax.fori_loop(0, group, step, (q, o))
 
     def read(number, q, o, block):
         weight = by_row(memory.gates.at[READS + lowest_level(block), here], task.sizes.dim)
@@ -286,12 +279,9 @@ def query_program(task: Task, memory: Memory, results, left, interpret) -> None:
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(room, target)
 
-    def step(before, q):
-        @pl.when(before == 1)
-        def _():
-            put(q, between.at[task.row, pl.ds(task.block * CHUNK, CHUNK), task.head])
-
-        return inside_step(memory, group, before, q, None, left, interpret)[0]
+    def step(_, q):
+        put(q, between.at[task.row, pl.ds(task.block * CHUNK, CHUNK), task.head])
+        return inside_step(memory, group, 1, q, None, left, interpret)[0]
 
     def level(m, carry):
         q, block = carry
@@ -300,7 +290,8 @@ def query_program(task: Task, memory: Memory, results, left, interpret) -> None:
         return change(memory, m, q, left, interpret), without_lowest(block)
 
     plgpu.barrier_wait(memory.loaded)
-    q, live = lax.fori_loop(0, group + 1, step, matrix(memory.q.at[group])), task.live
+    q, _ = inside_step(memory, group, 0, matrix(memory.q.at[group]), None, left, interpret)
+    q, live = lax.fori_loop(0, group, step, q), task.live
     q, block = lax.fori_loop(0, lax.max(live - 1, 0), level, (q, task.block))
 
     @pl.when(live > 0)
