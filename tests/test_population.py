@@ -1,5 +1,6 @@
 """Many models in one program: each is what it would be by itself, ends when it would, and says what happened to it."""
 
+import functools
 import json
 
 import jax
@@ -10,6 +11,8 @@ import pytest
 from configs import quickstart, smnist
 from efla_jax import evaluate, metrics, train
 from efla_jax.layers import MIXERS
+from efla_jax.ops import dispatch
+from efla_jax.ops.delta_flow import TABLE
 from efla_jax.train import population
 from efla_jax.train.population import fit_population
 
@@ -128,6 +131,29 @@ def test_configs_that_are_no_population_are_refused(tmp_path):
     lengths = [tiny(seed, length=(6, 8), pairs=(1, 1)) for seed in (0, 1)]
     assert population.shared(lengths[0]) != population.shared(lengths[1])  # their batches come in different orders
     assert population.shared(tiny(0, 1e-3)) == population.shared(tiny(1, 1e-2))
+
+
+def test_no_kernel_is_taken_inside(monkeypatch):
+    """Where "auto" would take one: kernels have no rule for vmap over parameters."""
+    table = {"pallas": lambda: "kernel", "chunked": lambda: "xla"}
+    choose = functools.partial(dispatch.dispatch, "op", "auto", table, ("pallas", "chunked"), ())
+    assert choose() == "kernel"
+    with dispatch.without_kernels():
+        assert choose() == "xla" and dispatch.dispatch("op", "pallas", table, (), ()) == "kernel"
+    assert choose() == "kernel"
+
+    def kernel(*_):
+        raise RuntimeError("a kernel was taken")
+
+    monkeypatch.setitem(TABLE, "pallas", kernel)
+    made = population.build([tiny(length=24, pairs=3, vocab_size=20, longer=())])
+    states = jax.eval_shape(lambda: population.begin(made))
+    batch = population.stacked([next(one.train_iterator()) for one in made.datasets])
+    step = population.make_population_step(made)
+    with dispatch.without_kernels():
+        jax.eval_shape(step, states, batch)
+    with pytest.raises(RuntimeError, match="a kernel was taken"):
+        jax.eval_shape(population.make_population_step(made), states, batch)
 
 
 def test_only_tokens_with_a_target_have_logits():

@@ -68,7 +68,7 @@ def dispatch(op: str, implementation: str, table: Table, auto: Sequence[str], ar
     declined = []
     for name in auto:
         try:
-            if name == "pallas" and not KERNELS.get():
+            if name in ("pallas", "cudnn") and not KERNELS.get():
                 raise NotImplementedError(f"{op}: no GPU kernel inside dispatch.without_kernels()")
             return table[name](*arguments)
         except NotImplementedError as reason:
