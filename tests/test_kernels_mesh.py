@@ -30,12 +30,27 @@ def delta(q, k, u, erase, log_decay):
     return ops.delta_rule(q, k, u, erase, log_decay, implementation="pallas")[0]
 
 
+def raw_keys(q, k, v, beta):
+    return ops.delta_flow(q, k, v, beta, implementation="pallas")[0]
+
+
+def log_linear(q, k, u, log_decay):
+    levels = jnp.ones((*log_decay.shape, 12))
+    return ops.log_linear_attention(q, k, u, log_decay, levels, implementation="pallas")[0]
+
+
 def linear(q, k, u, log_decay):
     return ops.linear_attention(q, k, u, log_decay, implementation="pallas")[0]
 
 
-@pytest.mark.parametrize("name", MESHES)
-def test_recurrences(name):
-    keys, gates = (shaped(HEADS, DIM),) * 3, (shaped(HEADS, dtype=jnp.float32),) * 2
-    for op, avals in ((delta, keys + gates), (linear, keys + gates[:1])):
-        assert mosaic_calls(lowered_on(MESHES[name], op, *avals)) >= 2, op.__name__  # forward and backward
+CASES = [
+    pytest.param(name, op, marks=() if (name, op) == ("time", delta) else pytest.mark.slow)
+    for name in MESHES
+    for op in (delta, linear, raw_keys, log_linear)
+]
+
+
+@pytest.mark.parametrize("name, op", CASES)
+def test_recurrences(name, op):
+    gates = (shaped(HEADS, dtype=jnp.float32),) * (2 if op is delta else 1)
+    assert mosaic_calls(lowered_on(MESHES[name], op, *(shaped(HEADS, DIM),) * 3, *gates)) >= 2  # forward and backward
