@@ -78,9 +78,9 @@ def defined(step: str, q, k, v, beta, log_decay, state, ids):
     if step == "exact":
         write = seen = beta * phi(beta * square)
     elif step == "gated_exact":
-        x = jnp.exp(log_decay) * beta * square
-        log_decay = jnp.expm1(log_decay)
-        write, seen = beta * phi(x - log_decay), jnp.exp(jnp.log1p(log_decay)) * beta * phi(x)
+        kept, log_decay = jnp.exp(log_decay), jnp.expm1(log_decay)
+        x = kept * beta * square
+        write, seen = beta * phi(x - log_decay), kept * beta * phi(x)
     else:
         write, seen = beta / jnp.sqrt(square), beta / square
     u = write[..., None] * v

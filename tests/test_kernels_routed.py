@@ -58,25 +58,26 @@ def case(name: str, kept: str, dtype=jnp.bfloat16, **shape):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def run(implementation, arguments, cotangents):
+def run(implementation, arguments, cotangents, ids=None):
     def op(*a):
-        o, after = ops.routed_delta_rule(*a, implementation=implementation)
+        o, after = ops.routed_delta_rule(*a, segment_ids=ids, implementation=implementation)
         return o, after.state, after.start
 
     out, pull = jax.vjp(op, *arguments)
     return (*out, *pull(cotangents))
 
 
-def check(name="random", kept="alternating", **shape):
+def check(name="random", kept="alternating", ids=None, **shape):
     arguments, cotangents = case(name, kept, **shape)
     q, k, u, *_ = arguments
     state = jnp.zeros((q.shape[0], u.shape[2], k.shape[3], u.shape[3]))
     nothing = state, state, state[..., 0, 0]  # the state to begin with, the open chunk's start, its log decay
     whole = *arguments, jnp.ones_like(arguments[5]), *nothing
     start = np.zeros(q.shape[0], np.int32)
-    truth, slopes = routed_and_gradients(whole, None, start, 64, (*cotangents, nothing[2]))
+    truth, slopes = routed_and_gradients(whole, ids, start, 64, (*cotangents, nothing[2]))
     wrong = {}
-    both = (run(implementation, arguments, cotangents) for implementation in ("pallas", "chunked"))
+    ids = None if ids is None else jnp.asarray(ids)
+    both = (run(implementation, arguments, cotangents, ids) for implementation in ("pallas", "chunked"))
     for found, ours, theirs, exact in zip(NAMES, *both, (*truth[:3], *slopes[:6]), strict=True):
         error, other = relative_rms(ours, exact), relative_rms(theirs, exact)
         if not error <= max(RATIO * other, LUCK.get(found, FLOOR)):
@@ -103,6 +104,30 @@ def test_whole_chunks_and_sizes(shape):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kept", KEPT)
+def test_documents_and_padding(kept):
+    """A document of one chunk and a bit, one of a few tokens, one of a whole chunk, one that stays open; padding in all
+    of them."""
+    ids = np.repeat([1, 2, 3, 4], [75, 20, 80, 90])
+    ids[np.random.default_rng(3).random(ids.size) < 0.1] = 0
+    check("cosine 0.9", kept, ids[None].astype(np.int32), time=ids.size)
+
+
+def test_where_the_open_chunk_began_costs_nothing_unasked(monkeypatch):
+    """With documents it takes a second run of the kernels, forward and backward."""
+    monkeypatch.undo()
+    counts = []
+    for asked in (False, True):
+
+        def loss(*a, asked=asked):
+            o, after = ops.routed_delta_rule(*a[:6], segment_ids=a[6], implementation="pallas")
+            return jnp.sum(o.astype(jnp.float32)) + (jnp.sum(after.start) if asked else 0)
+
+        counts.append(mosaic_calls(lower_cuda(jax.grad(loss, tuple(range(6))), *avals(), IDS)))
+    assert counts == [4, 6]
+
+
+@pytest.mark.slow
 def test_time_in_parts(monkeypatch):
     monkeypatch.setattr(delta_rule, "SAFE", delta_rule.Config(combine=0.0))
     check(kept="real", time=192, key_heads=1, heads=1)
@@ -119,7 +144,6 @@ def test_a_chunk_rolled_back_leaves_nothing():
 
 DECLINED = {
     "chunk_size = 32": dict(chunk_size=32),
-    "segment_ids": dict(segment_ids=jnp.ones((1, 160), jnp.int32)),
     "initial_state": dict(initial_state=ops.init_routed_state(1, 2, 64, 64)),
     "keep with a second number": {},
     "K = 32": dict(),
@@ -148,15 +172,21 @@ def test_auto_leaves_out_what_no_gpu_has_run():
     np.testing.assert_array_equal(*both)
 
 
+def avals():
+    sds, f32 = jax.ShapeDtypeStruct, jnp.float32
+    return *(sds((2, 300, 4, 128), jnp.bfloat16),) * 3, *(sds((2, 300, 4), f32),) * 2, sds((2, 5, 4), f32)
+
+
+IDS = jax.ShapeDtypeStruct((2, 300), jnp.int32)
+
+
 def test_lowers_for_cuda(monkeypatch):
     """Two programs forward and two backward, as of the delta rule."""
     monkeypatch.undo()
-    sds, f32, bf16 = jax.ShapeDtypeStruct, jnp.float32, jnp.bfloat16
-    keys, gates, keep = sds((2, 300, 4, 128), bf16), sds((2, 300, 4), f32), sds((2, 5, 4), f32)
 
     def loss(*a):
         o, after = ops.routed_delta_rule(*a, implementation="pallas")
-        return jnp.sum(o.astype(f32)) + jnp.sum(after.state) + jnp.sum(after.start)
+        return jnp.sum(o.astype(jnp.float32)) + jnp.sum(after.state) + jnp.sum(after.start)
 
-    lowered = lower_cuda(jax.grad(loss, tuple(range(6))), keys, keys, keys, gates, gates, keep)
+    lowered = lower_cuda(jax.grad(loss, tuple(range(6))), *avals())
     assert 4 <= mosaic_calls(lowered) <= 6

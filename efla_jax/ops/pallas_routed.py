@@ -1,15 +1,22 @@
 """The routed delta rule through the kernels of the delta rule: a chunk's keep is a factor of what it leaves.
 
-Chunks of the kernels have 64 tokens, and so have those that are kept or rolled back. The tokens behind the last full
-one roll nothing back: they are a delta rule of their own, in XLA."""
+Chunks of the kernels have 64 tokens, and so have those that are kept or rolled back. Without documents they stand where
+they are, and the tokens behind the last full one, which roll nothing back, are a delta rule of their own, in XLA. With
+documents each full chunk is moved to a cell of its own (`document_chunks`)."""
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from efla_jax.ops.arguments import Recurrence
 from efla_jax.ops.chunked import chunked
+from efla_jax.ops.document_chunks import carried, cells, most_cells
 from efla_jax.ops.hopper import require_hopper
 from efla_jax.ops.pallas import CHUNK, laid_out, require_one_dtype, value_tile
+from efla_jax.ops.routed_chunked import at_borders, behind, in_cells, left_open
 from efla_jax.ops.routed_recurrent import Routed
+from efla_jax.ops.segments import mask_padding
 
 
 def declined(r: Routed, size: int) -> str | None:
@@ -19,8 +26,6 @@ def declined(r: Routed, size: int) -> str | None:
         return f"chunk_size = {size}: a chunk of the kernels has {CHUNK} tokens"
     if time < CHUNK:
         return f"T = {time}: not one chunk of {CHUNK} tokens"
-    if r.x.starts is not None:
-        return "segment_ids: chunks counted from the middle of a kernel's chunk are not written yet"
     if r.start is not None:
         return "initial_state: a chunk that an earlier call began is not written yet"
     if r.fade is not None:
@@ -39,12 +44,40 @@ def routed_delta_rule(r: Routed, size: int, config=None, interpret=None) -> tupl
     if reason := declined(r, size) or kernel.unsupported(key_dim, value_dim, dtype):
         raise NotImplementedError(f"routed_delta_rule: no GPU kernel for {reason}")
     config = config or kernel.config_for(kind, key_dim, value_tile(value_dim), dtype)
-    whole = r.x.k.shape[1] // CHUNK * CHUNK
-    full, rest = ({f: a if a is None or f == "initial_state" else a[:, cut] for f, a in r.x._asdict().items()}
-                  for cut in (slice(whole), slice(whole, None)))  # fmt: skip
-    o, start = laid_out(r.x._replace(**full), config, None, interpret, r.keep[:, : whole // CHUNK])
+
+    def run(x, keep):
+        return laid_out(x, config, None, interpret, keep)
+
+    return in_place(r, run) if r.x.starts is None else by_cells(r, run)
+
+
+def in_place(r: Routed, run: Callable) -> tuple[jax.Array, ...]:
+    """Chunks where they stand, all rows from their beginning."""
+    time = r.x.k.shape[1]
+    whole = time // CHUNK * CHUNK
+
+    def tokens(cut, state):
+        parts = (a if a is None else a[:, cut] for a in r.x[:5])
+        return Recurrence(*parts, initial_state=state, starts=None)
+
+    o, start = run(tokens(slice(whole), r.x.initial_state), r.keep[:, : whole // CHUNK])
     decay = jnp.sum(r.x.log_decay[:, whole:], axis=1)
-    if whole == r.x.k.shape[1]:
+    if whole == time:
         return o, start, start, decay
-    behind, state = chunked(r.x._replace(**rest)._replace(initial_state=start), CHUNK)
-    return jnp.concatenate([o, behind], axis=1), state, start, decay
+    o_behind, state = chunked(tokens(slice(whole, None), start), CHUNK)
+    return jnp.concatenate([o, o_behind], axis=1), state, start, decay
+
+
+def by_cells(r: Routed, run: Callable) -> tuple[jax.Array, ...]:
+    """Every full chunk in a cell. Where the open chunk began is known to a second run of the cells before it, which XLA
+    leaves out if nobody asks for it."""
+    found = cells(r.chunks, CHUNK, most_cells(r.x.k.shape[1], CHUNK, True))
+    laid = in_cells(r.x, found)
+    keep = jnp.moveaxis(at_borders(r, laid, found.entry, CHUNK).keep, 0, 1)
+    o, state = run(laid, keep)
+    before = jnp.arange(laid.k.shape[1]) < CHUNK * behind(found.entry)[:, None]
+    assert laid.starts is not None and laid.erase is not None
+    q, k, u, erase, log_decay = (mask_padding(before, a) for a in (laid.q, laid.k, laid.u, laid.erase, laid.log_decay))
+    masked = Recurrence(q, k, u, erase, log_decay, laid.initial_state, laid.starts & before)
+    _, anchor = run(masked, keep)
+    return carried(o, found.slot, found.source), state, *left_open(r, anchor)

@@ -44,8 +44,8 @@ def routed_delta_rule(
     decay too.
 
     All else is as in `delta_rule`, but the state: a `RoutedState` of any prefix goes on in any pieces, with the same
-    chunk_size; time is never split over devices. "pallas" serves chunk_size 64, [B, N, H] and rows from their beginning
-    without segment_ids, and is not among what "auto" takes. Source: NAtS-L (arXiv 2602.03681).
+    chunk_size; time is never split over devices. "pallas" serves chunk_size 64, keep [B, N, H] and rows from their
+    beginning, and is not among what "auto" takes. Source: NAtS-L (arXiv 2602.03681).
 
     >>> import jax.numpy as jnp
     >>> k, gates = jnp.ones((1, 40, 1, 4)) / 2, jnp.ones((1, 40, 1))
