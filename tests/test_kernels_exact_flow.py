@@ -20,6 +20,7 @@ from efla_jax import layers, ops  # noqa: E402
 from efla_jax.kernels import delta_flow as kernel  # noqa: E402
 from efla_jax.kernels import delta_rule  # noqa: E402
 from efla_jax.ops import pallas  # noqa: E402
+from efla_jax.ops.arguments import recurrence  # noqa: E402
 from efla_jax.ops.delta_flow import STEPS  # noqa: E402
 from tests import ptxas  # noqa: E402
 from tests.cases import packed_ids, unit  # noqa: E402
@@ -245,8 +246,8 @@ def test_what_does_not_fit_is_said(monkeypatch):
     with pytest.raises(NotImplementedError, match="delta_flow: the GPU kernels need an NVIDIA Hopper GPU"):
         ops.delta_flow(q, k, v, beta, implementation="pallas")
     monkeypatch.setattr(pallas, "require_hopper", lambda op: "NVIDIA H200")
-    with pytest.raises(NotImplementedError, match="delta_flow: no GPU kernel for dtype float16"):
-        ops.delta_flow(*(x.astype(jnp.float16) for x in (q, k, v)), beta, implementation="pallas")
+    with pytest.raises(NotImplementedError, match="delta_flow: no GPU kernel for dtype float32"):
+        ops.delta_flow(*(x.astype(jnp.float32) for x in (q, k, v)), beta, implementation="pallas")
 
 
 def test_mixers_take_the_step_that_is_theirs():
@@ -292,6 +293,9 @@ def avals(batch, time, key_heads, heads, key_dim, value_dim):
     return keys, keys, sds((batch, time, heads, value_dim), bf16), gates, gates, state, sds((batch, time), jnp.int32)
 
 
+AVALS = avals(16, 256, 2, 4, 128, 128)
+
+
 def gradient_of(step):
     def loss(q, k, v, beta, decay, state, ids):
         o, final = ops.delta_flow(
@@ -306,7 +310,16 @@ def gradient_of(step):
 def test_lowers_for_cuda(monkeypatch, step):
     """Two programs forward and two backward, whatever the step; with few rows one more each way."""
     monkeypatch.undo()
-    assert mosaic_calls(lower_cuda(gradient_of(step), *avals(16, 256, 2, 4, 128, 128))) == 4
+    assert mosaic_calls(lower_cuda(gradient_of(step), *AVALS)) == 4
+
+
+def test_float16_has_its_coefficients_before_the_kernels(monkeypatch):
+    """What is written per raw key, 1/|k|^2 at the most, may leave its range."""
+    monkeypatch.undo()
+    half = [jax.ShapeDtypeStruct(x.shape, jnp.float16) if x.dtype == jnp.bfloat16 else x for x in AVALS]
+    assert mosaic_calls(lower_cuda(gradient_of("exact"), *half)) == 4
+    with pytest.raises(NotImplementedError, match="may leave its range"):
+        lower_cuda(lambda *a: pallas.delta_flow(recurrence(*a), "exact"), *half)
 
 
 @pytest.mark.slow

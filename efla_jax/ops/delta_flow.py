@@ -36,8 +36,9 @@ def by_coefficients(name: str):
 
 
 def in_kernels(x: Recurrence, step: str, chunk_size: int) -> tuple[jax.Array, jax.Array]:
-    """The coefficients made inside the kernels; of a single token before its kernel."""
-    if x.k.shape[1] == 1:
+    """The coefficients made inside the kernels; before them of a single token, and in float16, whose range is too small
+    for what is written per raw key."""
+    if x.k.shape[1] == 1 or x.k.dtype == jnp.float16:
         return by_coefficients("pallas")(x, step, chunk_size)
     if step == "gated_exact":
         x = x._replace(log_decay=jnp.expm1(x.log_decay))
@@ -73,7 +74,7 @@ def delta_flow(
     q, k `[B, T, G, K]`, k not normalised; v `[B, T, H, V]`; beta >= 0 and log_decay <= 0 (None is no decay)
     `[B, T, H]`, used in float32. A zero key writes nothing and gets no gradient. It equals `delta_rule` of the step's
     coefficients, and all else is as there: heads, states, segment_ids, what is returned (o in the dtype of v), meshes,
-    chunk_size and implementation. "pallas" never writes unit keys and write vectors to memory; it takes bfloat16 only.
+    chunk_size and implementation. "pallas" does not write unit keys and write vectors to memory in bfloat16.
     Raises ValueError for input that does not fit, NotImplementedError for what a kernel does not support. Source: EFLA
     (arXiv 2512.12602), DeltaNet (arXiv 2406.06484).
 
