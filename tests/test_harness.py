@@ -77,7 +77,7 @@ def test_texts_are_generated_in_groups_and_come_back_in_order(signatures):
 
 def test_without_the_library_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(ImportError, match=r"pip install efla_jax\[eval\]"):
+    with pytest.raises(ImportError, match=r"pip install 'efla_jax\[eval\]'"):
         harness.adapter(None)
 
 
