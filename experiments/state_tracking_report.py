@@ -42,10 +42,11 @@ def lengths_of(row: dict) -> list[str]:
 
 
 def best(rows: list[dict]) -> dict[str, list[dict]]:
-    """The chosen run of each seed, by variant and group."""
+    """The chosen run of each seed, by variant, and by group where it is not parity."""
     chosen: dict[str, dict[int, dict]] = {}
     for row in rows:
-        seeds = chosen.setdefault(f"{row['variant']}, {row['group']}", {})
+        name = row["variant"].replace("negative_eigenvalues=True", "(beta to 2)")
+        seeds = chosen.setdefault(name if row["group"] == "parity" else f"{name}, {row['group']}", {})
         shortest = str(row["trained"])
         if row["seed"] not in seeds or row[shortest] > seeds[row["seed"]][shortest]:
             seeds[row["seed"]] = row

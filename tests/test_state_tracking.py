@@ -187,6 +187,7 @@ def test_a_report_chooses_the_rate_by_the_trained_length(tmp_path):
     for (variant, seed, rate), (here, there) in found.items():
         config = train.settings.plain(parity.get_config(variant))
         config["optim"]["learning_rate"], config["seed"] = rate, seed
+        config["data"]["task"]["group"] = "S3" if variant == "delta_net_negative" else "parity"
         folder = runs / f"{variant}_{rate}_{seed}"
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(config))
@@ -194,8 +195,8 @@ def test_a_report_chooses_the_rate_by_the_trained_length(tmp_path):
         (folder / "metrics.jsonl").write_text(json.dumps(last) + "\n")
     state_tracking_report.write(runs, tmp_path / "out")
     text = (tmp_path / "out" / "table.md").read_text()
-    assert "| efla, parity | 2 | 60.0 [50.0, 70.0] | 52.5 [50.0, 55.0] |" in text
-    assert "| delta_net negative_eigenvalues=True, parity | 1 | 100.0 [100.0, 100.0] |" in text
+    assert "| efla | 2 | 60.0 [50.0, 70.0] | 52.5 [50.0, 55.0] |" in text
+    assert "| delta_net (beta to 2), S3 | 1 | 100.0 [100.0, 100.0] |" in text
     assert "best of rates 0.001, 0.01 at 40 tokens" in text and "| | seeds | 40 | 64 |" in text
     assert (tmp_path / "out" / "state_tracking.png").stat().st_size > 5_000
     config["data"]["task"]["length"] = 41
