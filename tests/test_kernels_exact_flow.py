@@ -22,6 +22,7 @@ from efla_jax.kernels import delta_rule  # noqa: E402
 from efla_jax.ops import pallas  # noqa: E402
 from efla_jax.ops.arguments import recurrence  # noqa: E402
 from efla_jax.ops.delta_flow import STEPS  # noqa: E402
+from efla_jax.sharding import make_mesh  # noqa: E402
 from tests import ptxas  # noqa: E402
 from tests.cases import packed_ids, unit  # noqa: E402
 from tests.lowering import lower_cuda, mosaic_calls  # noqa: E402
@@ -236,6 +237,18 @@ def test_token_by_token_by_vmap_and_under_remat():
     np.testing.assert_allclose(jnp.concatenate(outs, 1), whole[0], rtol=1e-5, atol=1e-6)
     mapped = jax.vmap(jax.checkpoint(lambda v: ops.delta_flow(q, k, v, beta, decay)[0]))(jnp.stack([v, -v]))
     np.testing.assert_allclose(mapped[0], -mapped[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("step", ["exact", pytest.param("gated_exact", marks=pytest.mark.slow)])
+def test_on_a_mesh(step):
+    """Heads and the time cut into parts, each of whose programs makes its own coefficients."""
+    shape = dict(batch=2, time=32, key_heads=1, heads=2, key_dim=8, value_dim=5)
+    arguments, cotangents = inputs("zero keys", dtype=jnp.float32, **shape)
+    ids = jnp.asarray(packed_ids(2, 32))
+    with jax.set_mesh(make_mesh(tensor=2, context=4)):
+        found = RUN("chunked", step, arguments, ids, cotangents)
+    for name, value, other in zip(NAMES, found, truth(step, arguments, ids, cotangents), strict=True):
+        assert relative_rms(value, other) < 2e-5, name
 
 
 def test_what_does_not_fit_is_said(monkeypatch):
