@@ -24,8 +24,9 @@ from experiments.generate_throughput import config_of
 # Adam with a large eps is the clipped gradient itself, so that one update compares every entry of it.
 PLAIN = {"learning_rate": 1.0, "schedule": "constant", "warmup_steps": 0, "eps": 1.0, "weight_decay": 0.0}
 # An update's distance is the RMS of its difference from one device's in float32, over that one's RMS. float32 sums in
-# another order leave 1e-6, which the norms of keys multiply; bfloat16 leaves a tenth and more of the gradient of random
-# parameters on any device, so that a mesh may be this many times as far as one device is.
+# another order leave 1e-6, which the norms of keys multiply; bfloat16 leaves much of the gradient of random parameters
+# on any device (of lm_340m at width 256, on a CPU: 0.08 at 6 layers, 0.16 at 12), so that a mesh may be this many times
+# as far as one device is.
 FLOAT32, FURTHER = 1e-3, 1.25
 
 

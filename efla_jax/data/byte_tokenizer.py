@@ -5,6 +5,7 @@ Latin-1 character by the characters from U+0100 on, in their order.
 """
 
 import json
+from typing import Any
 
 
 def spelled() -> dict[str, int]:
@@ -18,11 +19,11 @@ def spelled() -> dict[str, int]:
 def tokenizer_json() -> str:
     """The file's content, the same to the byte in every call."""
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    model = {
+    model: dict[str, Any] = {
         "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
         "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "vocab": spelled(), "merges": [],
     }  # fmt: skip
-    whole = {
+    whole: dict[str, Any] = {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
         "pre_tokenizer": level, "post_processor": None, "decoder": level, "model": model,
     }  # fmt: skip
