@@ -58,5 +58,5 @@ def test_runs_that_do_not_belong_together_are_refused(tmp_path):
     (tmp_path / "twin").symlink_to(tmp_path / "efla_32_0.001_0")
     with pytest.raises(ValueError, match="two runs are .*'efla', 32, 0.001, 0.*, one of them twin"):
         mqar_report.read(tmp_path)
-    with pytest.raises(ValueError, match="no sub-folder is an ended run"):
+    with pytest.raises(ValueError, match="no ended run of kind .recall. there"):
         mqar_report.read(tmp_path / "twin")
