@@ -439,6 +439,37 @@ def send_chunk(memory: NodeMemory, chunk, kind, group, d_k, d_u, interpret) -> N
     send(work.at[ROOM - chunk], keys, d_k)  # dT of the first chunk or M of the second one, that only this has used
 
 
+def node_gradient_program(sizes: Sizes, inputs: tuple, results: tuple, memory: NodeMemory, interpret) -> None:
+    """The body of `node_gradients`: a block's N (kind 0) or S (kind 1) of a head."""
+    (d_k, d_u, sums), group, groups = results, lax.axis_index("group"), sizes.dim // TILE
+    row, block, pair = (lax.axis_index(name) for name in ("row", "block", "pair"))
+    head, kind = lax.div(pair, 2), lax.rem(pair, 2)
+
+    @pl.when(group == 0)
+    def _():
+        load_node(inputs, memory, (row, block, head, kind), sizes)
+
+    plgpu.barrier_wait(memory.loaded)
+    solve_columns(memory, kind, group, interpret)
+    solve_back(memory, kind, group)
+    meet(memory.met)
+
+    def chunk(i, _):
+        number = i * groups + group
+        tokens = pl.ds(block * BLOCK + number * CHUNK, CHUNK)
+        targets = d_k.at[kind, row, tokens, head], d_u.at[row, tokens, head]
+        send_chunk(memory, number, kind, group, *targets, interpret)
+
+    lax.fori_loop(0, CHUNKS // groups, chunk, None)
+    meet(memory.met)
+
+    @pl.when(group == 0)
+    def _():
+        plgpu.copy_smem_to_gmem(memory.sums, sums.at[kind, row, block * sizes.heads + head])
+
+    plgpu.wait_smem_to_gmem(0)
+
+
 @narrow_indices()
 def node_gradients(k, u, inverse, vectors, d_nodes: tuple, *, config: Config, interpret=None) -> tuple:
     """(dk [2, B, T, H, K], its two terms; du [B, T, H, K]; d_vectors [B, N, H, 2, 128] float32) of `nodes`.
@@ -449,34 +480,7 @@ def node_gradients(k, u, inverse, vectors, d_nodes: tuple, *, config: Config, in
     tokens, count, groups = shared(CHUNKS, CHUNK, sizes.dim, dtype=dtype), 4 + len(d_nodes), sizes.dim // TILE
 
     def log_linear_delta_node_gradients(*refs):
-        inputs, (d_k, d_u, sums), scratch = refs[:count], refs[count : count + 3], refs[count + 3 :]
-        memory, group = NodeMemory(*scratch), lax.axis_index("group")
-        row, block, pair = (lax.axis_index(name) for name in ("row", "block", "pair"))
-        head, kind = lax.div(pair, 2), lax.rem(pair, 2)
-
-        @pl.when(group == 0)
-        def _():
-            load_node(inputs, memory, (row, block, head, kind), sizes)
-
-        plgpu.barrier_wait(memory.loaded)
-        solve_columns(memory, kind, group, interpret)
-        solve_back(memory, kind, group)
-        meet(memory.met)
-
-        def chunk(i, _):
-            number = i * groups + group
-            tokens = pl.ds(block * BLOCK + number * CHUNK, CHUNK)
-            targets = d_k.at[kind, row, tokens, head], d_u.at[row, tokens, head]
-            send_chunk(memory, number, kind, group, *targets, interpret)
-
-        lax.fori_loop(0, CHUNKS // groups, chunk, None)
-        meet(memory.met)
-
-        @pl.when(group == 0)
-        def _():
-            plgpu.copy_smem_to_gmem(memory.sums, sums.at[kind, row, block * sizes.heads + head])
-
-        plgpu.wait_smem_to_gmem(0)
+        node_gradient_program(sizes, refs[:count], refs[count : count + 3], NodeMemory(*refs[count + 3 :]), interpret)
 
     shape = jax.ShapeDtypeStruct
     d_k, d_u, sums = plgpu.kernel(
