@@ -31,7 +31,7 @@ def read(folder: pathlib.Path) -> list[dict]:
         row = {
             "variant": variant(run.config), "length": length, "seed": run.config["seed"], "steps": last["step"],
             "accuracy": last["test_accuracy"], "longer": last.get(f"test_accuracy/{2 * length}", math.nan),
-            "best": max(one["test_accuracy"] for one in run.scored),
+            "best": run.best,
         }  # fmt: skip
         key = tuple(list(row.values())[:3])
         if key in rows:

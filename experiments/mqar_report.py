@@ -35,7 +35,7 @@ def read(folder: pathlib.Path) -> list[dict]:
         row = {
             "mixer": runs.variant(config, PLAIN), "width": config["model"]["width"],
             "learning_rate": config["optim"]["learning_rate"], "seed": config["seed"], "ended_at": last["step"],
-            "accuracy": last["test_accuracy"], "best": max(one["test_accuracy"] for one in run.scored),
+            "accuracy": last["test_accuracy"], "best": run.best,
             "sizes": {name.removeprefix(PREFIX): value for name, value in last.items() if name.startswith(PREFIX)},
         }  # fmt: skip
         key = tuple(list(row.values())[:4])

@@ -52,11 +52,13 @@ def restored(path: pathlib.Path, flag: str, data: str = "") -> tuple[dict, Any, 
 
 
 class Ended(NamedTuple):
-    """A run that has ended: scored are its rows of metrics.jsonl with held-out scores, the last of them its result."""
+    """A run that has ended: scored are its rows of metrics.jsonl with held-out scores, the last of them its result, or
+    that one alone; best is the highest accuracy of any evaluation."""
 
     name: str
     config: dict
     scored: list[dict]
+    best: float
 
 
 def ended_runs(folder: pathlib.Path, kind: str) -> list[Ended]:
@@ -70,7 +72,8 @@ def ended_runs(folder: pathlib.Path, kind: str) -> list[Ended]:
         scored = [row for row in metrics.read_rows(file) if "test_accuracy" in row]
         options = config["train"]
         if scored and (scored[-1]["step"] == options["steps"] or 0 < options["stop_at"] <= scored[-1]["test_accuracy"]):
-            found[file.parent.name] = Ended(file.parent.name, config, scored)
+            best = max(row["test_accuracy"] for row in scored)
+            found[file.parent.name] = Ended(file.parent.name, config, scored, best)
         else:
             going.append(file.parent.name)
     if going:
@@ -87,7 +90,7 @@ def swept_runs(folder: pathlib.Path, kind: str) -> dict[str, Ended]:
         row = json.loads(line)
         if row["config"]["data"]["kind"] == kind and row["status"] == "finished":
             scores = {f"test_{name}": value for name, value in row["scores"].items()}
-            found[row["name"]] = Ended(row["name"], row["config"], [{"step": row["step"], **scores}])
+            found[row["name"]] = Ended(row["name"], row["config"], [{"step": row["step"], **scores}], row["best"])
     return found
 
 

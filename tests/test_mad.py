@@ -456,7 +456,7 @@ def test_a_report_names_the_options_of_a_control():
 def test_a_report_needs_no_more_than_the_rows_of_a_sweep(tmp_path):
     config = train.settings.plain(paper_mad.get_config("efla-memorization"))
     row = {"name": "a", "status": "finished", "step": 400, "scores": {"accuracy": 0.2, "macro_accuracy": 0.1},
-           "config": config}  # fmt: skip
+           "config": config, "best": 0.5}  # fmt: skip
     again = row | {"scores": {"accuracy": 0.5, "macro_accuracy": 0.4}}
     rows = [row, again, row | {"name": "b", "status": "diverged"}]
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))

@@ -49,6 +49,19 @@ def test_the_rate_of_the_best_mean_counts(tmp_path, capsys):
     assert first.lines["efla"][0] == [4, 8, 16, 32, 64] and set(second.lines) == {"efla"}
 
 
+def test_results_of_a_sweep_are_enough(tmp_path):
+    """Its results.jsonl without the folders; the best score of any evaluation stands there."""
+    write(tmp_path / "runs", "efla", 32, 1e-3, 0, 0.5)
+    (path,) = (tmp_path / "runs").iterdir()
+    config = json.loads((path / "config.json").read_text())
+    row = {"name": "a", "status": "finished", "step": 40, "config": config, "best": 0.75}
+    row["scores"] = {"accuracy": 0.5, **{f"accuracy/256x{pairs}": 0.5 - pairs / 1000 for pairs in paper_mqar.PAIRS}}
+    (tmp_path / "swept").mkdir()
+    (tmp_path / "swept" / "results.jsonl").write_text(json.dumps(row) + "\n")
+    (here,), (there,) = mqar_report.read(tmp_path / "runs"), mqar_report.read(tmp_path / "swept")
+    assert there == here | {"best": 0.75} and here["best"] == 0.9
+
+
 def test_runs_that_do_not_belong_together_are_refused(tmp_path):
     write(tmp_path, "efla", 32, 1e-3, 0, 0.5)
     write(tmp_path, "efla", 32, 1e-3, 1, 0.5, steps=30)
