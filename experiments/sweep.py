@@ -156,9 +156,10 @@ def alone(cell: Cell) -> list[str]:
         status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ).returncode
     if status:
         return [cell.name]
-    scored = [row for row in metrics.read_rows(cell.folder) if any(name.endswith("_accuracy") for name in row)]
+    names = ("test_accuracy", "valid_accuracy")  # of the split that is held out
+    scored = [row for row in metrics.read_rows(cell.folder) if any(name in row for name in names)]
     last = dict(scored[-1]) if scored else {"step": 0}
-    best = max((v for row in scored for name, v in row.items() if name.endswith("_accuracy")), default=None)
+    best = max((row[name] for row in scored for name in names if name in row), default=None)
     step = int(last.pop("step"))
     scores = {name.partition("_")[2]: value for name, value in last.items()}
     record(cell, "finished", step, scores, {"best": best, "together": 1})
