@@ -187,11 +187,17 @@ def descend_program(task: Task, memory: Memory, results, left, interpret) -> Non
 
 @narrow_indices()
 def descend(d_o, gates, kept, levels: tuple, *, sizes: Sizes, config: Config, interpret=None) -> tuple:
-    """(dQ [B, T, H, K] of the queries that leave their block, those behind every node like `kept`, dc
+    """(dQ [B, T, H, K] of the queries that leave their block, those behind every node like `kept` but the highest, dc
     [B, N, H, depth, 128] float32). Undefined where a block does not read a level or reads it last.
 
     d_o [B, T, H, K]; kept: the queries of `queries`; the rest as in `read_out`. At least two blocks."""
     dtype, rows, depth = d_o.dtype, gates.shape[3], sizes.depth
+    behind = (
+        sizes.batch,
+        max(depth - 1, 1) * half_of(sizes) * BLOCK,
+        sizes.heads,
+        sizes.dim,
+    )  # the highest level has none
     tokens = shared(CHUNKS, CHUNK, sizes.dim, dtype=dtype)
     memory = [
         *[tokens] * 2,
@@ -226,7 +232,7 @@ def descend(d_o, gates, kept, levels: tuple, *, sizes: Sizes, config: Config, in
         log_linear_delta_descend,
         out_type=[
             jax.ShapeDtypeStruct(d_o.shape, dtype),
-            jax.ShapeDtypeStruct(kept.shape, dtype),
+            jax.ShapeDtypeStruct(behind, dtype),
             jax.ShapeDtypeStruct((sizes.batch, sizes.blocks * sizes.heads * depth, BLOCK), f32),
         ],
         scratch_types=[*memory, *staging([(CHUNK, sizes.dim)], dtype, interpret, GROUPS)],
