@@ -190,7 +190,8 @@ def load(stretch: Stretch, x: Sources, memory: Memory, sizes: Sizes) -> None:
 def seen(stretch: Stretch, i, owner, sizes: Sizes) -> jax.Array:
     """Which rows (query heads) see which keys of an item, bool [64, 64]."""
     cell, head = stretch.place(i, sizes)
-    reader, readers = (owner * sizes.key_heads + head) * sizes.readers, sizes.readers
+    readers: Any = sizes.readers
+    reader = (owner * sizes.key_heads + head) * readers
     begin = stretch.begin(cell, sizes)
     first, last = cell * CELL - begin, stretch.limit - begin
     if sizes.tail_heads:

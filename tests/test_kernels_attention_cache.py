@@ -6,6 +6,7 @@ import os
 os.environ.setdefault("NPROC", "8")  # a waiting warpgroup blocks a thread of XLA's pool: more of them than warpgroups
 
 import functools  # noqa: E402
+import importlib  # noqa: E402
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -151,6 +152,29 @@ def test_a_token_of_block_sparse_attention(interpreted, ids):
     (o, after), (truth, expected) = run(implementation="pallas"), run(implementation="chunked")
     assert relative_rms(o, truth) < TOLERANCE["bfloat16"]
     jax.tree.map(np.testing.assert_array_equal, after, expected)
+
+
+def test_auto_on_a_gpu_takes_what_a_gpu_has_run(interpreted, monkeypatch):
+    """Pages by the kernel, the open chunk by XLA; several tokens leave pages to XLA."""
+    state, call = chosen()
+    modules = [importlib.import_module(f"efla_jax.ops.{name}") for name in ("block_sparse_attention", "attention")]
+    for module in modules:
+        monkeypatch.setattr(module, "on_gpu", lambda: True)
+    asked = []
+
+    def recorded(name, function):
+        return lambda *a, **options: (asked.append(name), function(*a, **options))[1]
+
+    for module, name in ((glue, "latest_of_pages"), (glue, "paged"), (pallas_attention, "softmax"), (glue, "latest")):
+        monkeypatch.setattr(module, name, recorded(name, getattr(module, name)))
+    o, _ = ops.block_sparse_attention(*call, initial_state=state)
+    truth, _ = ops.block_sparse_attention(*call, initial_state=state, implementation="chunked")
+    assert relative_rms(o, truth) < TOLERANCE["bfloat16"] and asked == ["paged"]
+    cache, call = cached(time=2)
+    ops.softmax_attention(*call, initial_state=cache)
+    cache, call = cached()
+    ops.softmax_attention(*call, initial_state=cache)
+    assert asked == ["paged", "latest"]
 
 
 @pytest.mark.slow

@@ -71,9 +71,9 @@ def softmax_attention(
     of the time becomes whole rows of a part of the heads (arXiv 2309.14509), or where these do not divide, all keys.
 
     implementation: "chunked" (XLA, a block of queries at a time), "auto" (on a GPU cuDNN, where that supports the
-    input, then "pallas", then "chunked"), "pallas" (Hopper GPUs: whole rows, packed documents too, or one token and a
-    cache; NotImplementedError with the reason for what its kernels do not cover), "triton" (no kernel yet). Raises
-    ValueError for input that does not fit. Source: arXiv 1706.03762; grouped queries: arXiv 2305.13245.
+    input, then kernels that a GPU has timed, then "chunked"), "pallas" (Hopper GPUs; NotImplementedError with the
+    reason for what its kernels do not cover), "triton" (no kernel yet). Raises ValueError for input that does not fit.
+    Source: arXiv 1706.03762; grouped queries: arXiv 2305.13245.
 
     >>> import jax.numpy as jnp
     >>> q, v = jnp.zeros((1, 3, 2, 4)), jnp.array([3.0, 5.0, 1.0]).reshape(1, 3, 1, 1)
@@ -180,7 +180,9 @@ def over_mesh(implementation: str, q, k, v, document: jax.Array | None, cache: K
     """Outputs [B, T, H, V]: every device has its rows and heads, of a part of the time whole rows of few heads. With a
     cache it has all queries, as they are few."""
     library = implementation == "auto" and on_gpu()
-    table, auto = ({"cudnn": cudnn, **TABLE}, ("cudnn", "pallas", *AUTO)) if library else (TABLE, AUTO)
+    # Several tokens behind a cache are a kernel that no GPU has run yet.
+    kernels = ("cudnn", "pallas") if cache is None else ()
+    table, auto = ({"cudnn": cudnn, **TABLE}, (*kernels, *AUTO)) if library else (TABLE, AUTO)
 
     def local(context, q, k, v, document, *cached):
         if context and (whole := whole_rows(context, q, k, v)):

@@ -74,8 +74,9 @@ def block_sparse_attention(
     all that T tokens may select. A document that selects more than the room is a ValueError where that is known when
     the op is called; under `jit` the outputs of its further tokens are NaN. Work follows the part selected, memory is
     O(T). implementation: "chunked" (XLA), "pallas" (Hopper GPUs: chunks of 64, not `counterfactual`; of what its
-    kernels do not cover NotImplementedError with the reason), "auto" ("pallas" where it serves, else "chunked"),
-    "triton" (no kernel yet). Raises ValueError for input that does not fit. Source: NAtS-L (arXiv 2602.03681).
+    kernels do not cover NotImplementedError with the reason), "auto" (kernels where a GPU has timed them, else
+    "chunked"), "triton" (no kernel yet). Raises ValueError for input that does not fit. Source: NAtS-L (arXiv
+    2602.03681).
 
     >>> import jax.numpy as jnp
     >>> q, v = jnp.zeros((1, 48, 1, 4)), jnp.repeat(jnp.array([6.0, 3.0, 0.0]), 16).reshape(1, 48, 1, 1)
@@ -147,8 +148,8 @@ def whole(options: Options, q, k, v, selected, kv: SelectedKV, segment_ids) -> t
     if packed:
         q, k, v = (mask_padding(chunks.real, x) for x in (q, k, v))
 
-    def local(solve, q, k, v, selected, *chunks):
-        return in_cells(solve, q, k, v, selected, DocumentChunks(*chunks), options, packed, packed)[0]
+    def local(solver, q, k, v, selected, *chunks):
+        return in_cells(solver.cells, q, k, v, selected, DocumentChunks(*chunks), options, packed, packed)[0]
 
     keys = repeat_key_heads(q.shape[2], k, v)
     (routed,) = repeat_key_heads(q.shape[2], selected)
@@ -172,12 +173,12 @@ def continued(options: Options, q, k, v, selected, kv: SelectedKV, segment_ids) 
     q, k, v = (mask_padding(chunks.real, x) for x in (q, k, v))
     packed, fields = segment_ids is not None, len(chunks)
 
-    def local(solve, q, k, v, selected, *rest):
+    def local(solver, q, k, v, selected, *rest):
         chunks, pool = DocumentChunks(*rest[:fields]), Pool(*rest[fields:])
-        o, log_sum = in_cells(solve, q, k, v, selected, chunks, options, packed, True)
+        o, log_sum = in_cells(solver.cells, q, k, v, selected, chunks, options, packed, True)
         mine = (chunks.real & (chunks.document == 0))[:, size:]
         o = o[:, size:], log_sum[:, size:], q[:, size:], mine
-        o = with_pages(*o, selected.shape[2], pool, pages_of(solve))
+        o = with_pages(*o, selected.shape[2], pool, solver.pages)
         return mask_padding(chunks.real[:, size:], o)
 
     # Rows are split, heads are not: a page has those of one routing head, whichever that is.
@@ -201,9 +202,8 @@ def one_token(options: Options, q, k, v, selected, kv: SelectedKV, segment_ids) 
 
     open_k, open_v = put(kv.open_k, k), put(kv.open_v, v)
 
-    def local(solve, q, open_k, open_v, selected, fill, *pool):
-        run = latest if solve is in_tiles else latest_by_kernel
-        return run(q, open_k, open_v, fill, Pool(*pool), selected.shape[2])
+    def local(solver, q, open_k, open_v, selected, fill, *pool):
+        return solver.latest(q, open_k, open_v, fill, Pool(*pool), selected.shape[2])
 
     state = advanced(kv, chunks, selected, Held(open_k[:, None], open_v[:, None], open_k, open_v))
     legends = ("BSQK", "BCXK", "BCXV", "BNR", "B", *POOL)
@@ -211,23 +211,31 @@ def one_token(options: Options, q, k, v, selected, kv: SelectedKV, segment_ids) 
     return over_mesh(options, local, arrays, legends, "BSQV").astype(v.dtype), state
 
 
-def latest(q, open_k, open_v, fill, pool: Pool, routes: int) -> jax.Array:
+def latest(q, open_k, open_v, fill, pool: Pool, routes: int, pages: Callable = paged) -> jax.Array:
     """Outputs [B, 1, H, V] of one query a row that sees the first `fill` [B] slots of its open chunk, and the pages if
-    there are any such slots; 0 if not."""
+    there are any such slots; 0 if not. pages: `paged`, or another with its arguments."""
     used, real = jnp.arange(open_k.shape[1]) < fill[:, None], fill[:, None] > 0
     o, log_sum = in_slots(q, mask_padding(used, open_k), mask_padding(used, open_v), used)
-    return mask_padding(real, with_pages(o, log_sum, q, real, routes, pool, paged))
+    return mask_padding(real, with_pages(o, log_sum, q, real, routes, pool, pages))
+
+
+class Solver(NamedTuple):
+    """Who solves what: cells of whole rows, see `in_tiles`; pages, see `paged`; a single token, see `latest`."""
+
+    cells: Callable
+    pages: Callable
+    latest: Callable
 
 
 def over_mesh(options: Options, local: Callable, arrays, legends, result: str) -> jax.Array:
-    """local(solve, *arrays) on every device's rows (and heads), by the implementation asked for."""
+    """local(solver, *arrays) on every device's rows (and heads), by the implementation asked for."""
     op = "block_sparse_attention"
-    auto = ("pallas", "chunked") if on_gpu() else ("chunked",)
-    table = {
-        "chunked": functools.partial(local, in_tiles),
-        "pallas": functools.partial(local, by_kernels),
-        "triton": missing_kernel(op),
-    }
+    solvers = {"chunked": Solver(in_tiles, paged, latest), "pallas": KERNELS}
+    auto: tuple[str, ...] = ("chunked",)
+    if options.implementation == "auto" and on_gpu():
+        solvers, auto = {"measured": MEASURED, **solvers}, ("measured", "chunked")
+    table: dict[str, Callable] = {name: functools.partial(local, solver) for name, solver in solvers.items()}
+    table["triton"] = missing_kernel(op)
 
     def run(_, *arrays):
         return dispatch(op, options.implementation, table, auto, arrays)
@@ -326,6 +334,13 @@ def by_kernels(*arguments) -> tuple[jax.Array, jax.Array]:
     return block_sparse(*arguments)
 
 
+def pages_by_kernels(*arguments) -> tuple[jax.Array, jax.Array]:
+    """`selected_pages.paged` by GPU kernels."""
+    from efla_jax.ops.pallas_attention_cache import paged
+
+    return paged(*arguments)
+
+
 def latest_by_kernel(*arguments) -> jax.Array:
     """`latest` by a GPU kernel."""
     from efla_jax.ops.pallas_attention_cache import latest_of_pages
@@ -333,13 +348,6 @@ def latest_by_kernel(*arguments) -> jax.Array:
     return latest_of_pages(*arguments)
 
 
-def pages_of(solve: Callable) -> Callable:
-    """Attention to pages that goes with `in_tiles` or `by_kernels`."""
-    return paged if solve is in_tiles else pages_by_kernels
-
-
-def pages_by_kernels(*arguments) -> tuple[jax.Array, jax.Array]:
-    """`selected_pages.paged` by GPU kernels."""
-    from efla_jax.ops.pallas_attention_cache import paged
-
-    return paged(*arguments)
+KERNELS = Solver(by_kernels, pages_by_kernels, latest_by_kernel)
+# What a GPU has run and timed, for "auto": not the pages of several tokens, nor pages and open chunk in one pass.
+MEASURED = Solver(by_kernels, paged, functools.partial(latest, pages=pages_by_kernels))

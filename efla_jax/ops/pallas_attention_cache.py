@@ -115,9 +115,14 @@ def slots_of(pool: Pool) -> tuple[jax.Array, jax.Array]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def solve_paged(q, mine, pool, routes, interpret):
+    from efla_jax.kernels.attention_decode import partial
     from efla_jax.kernels.attention_prefix import forward
 
     batch, room, size = pool.k.shape[:3]
+    if q.shape[1] == 1:
+        limit = jnp.where(mine[:, 0], jnp.minimum(pool.pages, room) * size, 0)
+        parts = partial(q[:, 0], *slots_of(pool), pool.owner, limit, routes=routes, interpret=interpret)
+        return tuple(x[:, None] for x in joined(*parts))
     in_use = jnp.arange(room) < jnp.minimum(pool.pages, room)[:, None]
     picked = (pool.owner[:, None] == jnp.arange(routes)[:, None]) & in_use[:, None]
     rank = jnp.cumsum(picked, axis=2, dtype=jnp.int32)
@@ -146,9 +151,7 @@ solve_paged.defvjp(_paged_forward, _paged_backward)
 
 
 def paged(q, mine, routes: int, pool: Pool, interpret=None) -> tuple[jax.Array, jax.Array]:
-    """`selected_pages.paged` of several tokens by a kernel."""
-    if q.shape[1] == 1:
-        raise NotImplementedError("block_sparse_attention: a single token goes to the kernel of one token")
+    """`selected_pages.paged` by a kernel."""
     require_pages(q, pool, interpret)
     return solve_paged(q, mine, pool, routes, interpret)
 
