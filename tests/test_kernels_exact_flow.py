@@ -263,8 +263,8 @@ def test_what_does_not_fit_is_said(monkeypatch):
         ops.delta_flow(*(x.astype(jnp.float32) for x in (q, k, v)), beta, implementation="pallas")
 
 
-def test_mixers_take_the_step_that_is_theirs():
-    sizes = dict(width=16, num_heads=2)
+def test_mixers_take_the_step_that_is_theirs(monkeypatch):
+    sizes = dict(width=16, num_heads=2, implementation="pallas")
     taken = {
         layers.EFLA(**sizes): "exact",
         layers.EFLA(**sizes, step="euler"): None,
@@ -284,6 +284,9 @@ def test_mixers_take_the_step_that_is_theirs():
             return super().coefficients(k, v, beta / 2, log_decay)
 
     assert Halved(**sizes).taken_step() is None
+    assert layers.EFLA(width=16, num_heads=2).taken_step() is None
+    monkeypatch.setitem(MODULE.TABLE, "pallas", MODULE.TABLE["chunked"])
+    monkeypatch.setitem(MODULE.UNIT_KEYS, "pallas", MODULE.UNIT_KEYS["chunked"])
     x = jax.random.normal(jax.random.key(0), (2, 20, 16))
     for mixer in (layers.EFLA(**sizes), layers.GatedEFLA(**sizes)):
         variables = jax.jit(mixer.init)(jax.random.key(1), x)
