@@ -212,9 +212,9 @@ def key_pairs(memory: Memory, slot, group, own: bool) -> tuple[jax.Array, ...]:
     gates, codes, here = memory.gates.at[slot], memory.codes, rows_of(group)
     there, dtype = rows_of(group if own else 1 - group), memory.k.dtype
     u, d_o = memory.values.at[slot, 0, here], memory.values.at[slot, 1, there]
-    scores, values = products((memory.k.at[here], memory.q.at[there].T), (u, d_o.T))
     weight = decays(gates, codes, group, own=own, transposed=True)
     weight = weight * weights_of(gates, codes, group, own=own, transposed=True)
+    scores, values = products((memory.k.at[here], memory.q.at[there].T), (u, d_o.T))
     values, narrow = values * weight, (scores * weight).astype(dtype)
     mixed = values * scores
     # A token's pair with itself cancels between rows and columns: left out rather than subtracted.

@@ -59,7 +59,7 @@ def spread(x, axis: int) -> jax.Array:
 
 def decays(gates, codes, group, *, own: bool, transposed: bool) -> jax.Array:
     """R [64 queries, 64 keys] float32 of this warpgroup's queries, or transposed that of its keys [64 keys, 64
-    queries]; with its own tokens or with the others'."""
+    queries]; with its own tokens or with the others'. Between two documents too, where w is 0."""
     mine, theirs = rows_of(group), rows_of(group if own else 1 - group)
     last = 0 if transposed else 1  # the half of the block that sees the other, or is seen by it
     if codes is None and not own:  # from the key to the end of its half, and from there to the query
@@ -70,8 +70,6 @@ def decays(gates, codes, group, *, own: bool, transposed: bool) -> jax.Array:
         return spread(rows, 0) * spread(jnp.where(group == last, columns, 0.0), 1)
     exponent = by_row(gates.at[SUM, mine], ROWS) - by_column(gates.at[SUM, theirs], ROWS)
     exponent = -exponent if transposed else exponent
-    if codes is not None:
-        exponent = jnp.where(apart(codes, group, own) < BLOCK, exponent, MASKED)
     if own:
         row, column = positions(gates)
         return jnp.exp2(jnp.where(column >= row if transposed else column <= row, exponent, MASKED))
@@ -94,7 +92,8 @@ def chosen(distance, levels: range, weight) -> jax.Array:
 
 
 def weights_of(gates, codes, group, *, own: bool, transposed: bool) -> jax.Array:
-    """w [64, 64] of this warpgroup's tokens, the queries or transposed the keys, with its own or with the others'."""
+    """w [64, 64] of this warpgroup's tokens, the queries or transposed the keys, with its own or with the others'; 0
+    between two documents."""
     by, mine = (by_column, own) if transposed else (by_row, True)
     there = rows_of(group if mine else 1 - group)
 
@@ -102,7 +101,8 @@ def weights_of(gates, codes, group, *, own: bool, transposed: bool) -> jax.Array
         return by(gates.at[WEIGHTS + level, there], ROWS)
 
     if codes is not None:
-        return chosen(apart(codes, group, own), range(INSIDE), weight)
+        distance = apart(codes, group, own)
+        return jnp.where(distance < BLOCK, chosen(distance, range(INSIDE), weight), 0.0)
     if not own:
         return weight(OTHER)
     # Of rows and columns in one eighth of the square all pairs with another eighth have one level.
