@@ -211,9 +211,9 @@ def register(x: jax.Array, layout=WGMMA) -> jax.Array:
     return plgpu.layout_cast(x, layout)
 
 
-def attend(over: Callable, memory: Memory, q, o, log_sum, left, sizes: Sizes) -> None:
-    """A compute warpgroup: outputs [64, V] and log sums [64] of its queries, in shared memory; 0 and MASKED where a
-    query sees nothing. over(step, carry): `over_steps` of a tile, or another walk."""
+def attend(over: Callable, memory: Memory, q, o, log_sum, left, sizes: Sizes, empty: bool = False) -> None:
+    """A compute warpgroup: outputs [64, V] and log sums [64] of its queries, in shared memory. over(step, carry):
+    `over_steps` of a tile, or another walk; empty: it may have no steps, and then leaves 0 and MASKED."""
     stages, dtype, interpret = memory.k.shape[0], o.dtype, sizes.interpret
 
     def step(i, seen, carry):
@@ -251,9 +251,10 @@ def attend(over: Callable, memory: Memory, q, o, log_sum, left, sizes: Sizes) ->
     rows = WGMMA.reduce(1)
     top, total = register(jnp.full((CELL,), MASKED, f32), rows), register(jnp.zeros((CELL,), f32), rows)
     total_o, top, total = over(step, (start, top, total))
-    some = jnp.maximum(total, LEAST)
+    some = jnp.maximum(total, LEAST) if empty else total
     o[...] = (total_o / spread_rows(some, sizes.value_dim)).astype(dtype)
-    log_sum[...] = jnp.where(total > 0, top * (1 / LOG2E) + jnp.log(some), MASKED)
+    log_some = top * (1 / LOG2E) + jnp.log(some)
+    log_sum[...] = jnp.where(total > 0, log_some, MASKED) if empty else log_some
 
 
 def launch(body, arguments, out, scratch, sizes: Sizes, grid):

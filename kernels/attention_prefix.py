@@ -149,7 +149,7 @@ def forward(q, k, v, order, counts, limits, *, stages: int = 2, interpret=None) 
             plgpu.barrier_wait(memory.queries)
             walk = functools.partial(over, tile, x.limits[tile.row])
             o_here, sum_here, buffer = o.at[group], log_sum.at[group], left[0].at[group] if left else None
-            attend(walk, memory, q.at[group], o_here, sum_here, buffer, sizes)
+            attend(walk, memory, q.at[group], o_here, sum_here, buffer, sizes, empty=True)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(o_here, o_g.at[tile.row, tile.time(group), tile.head])
             plgpu.copy_smem_to_gmem(sum_here, log_sum_g.at[tile.row, tile.head, tile.time(group)])
