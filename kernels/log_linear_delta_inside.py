@@ -170,6 +170,8 @@ def step_gradients(memory: StepMemory, at: Step, results: tuple, interpret) -> N
     """dQ, dK and dU of a step to `results`, and its sums into shared memory."""
     dtype, wide, (d_q, d_k, d_u) = memory.k.dtype, memory.q.shape, results
     d_solved, spread = step_pairs(memory, at)
+    put(memory.pairs.at[1], spread)
+    send(memory.u, multiply(memory.pairs.at[1].T, memory.d_o, wide), d_u)
     d_scores = multiply(left_operand(d_solved.astype(dtype), memory.left), memory.inverse.T, SQUARE)
     put(memory.pairs.at[1], d_scores)
     triangle = masked(-multiply(memory.pairs.at[0].T, memory.pairs.at[1], SQUARE), 0, strict=True)
@@ -181,10 +183,8 @@ def step_gradients(memory: StepMemory, at: Step, results: tuple, interpret) -> N
     put(memory.pairs.at[1], masked(d_scores, at.before))
     changed, scores = memory.pairs.at[0], memory.pairs.at[1]
     terms = (scores.T, memory.q), (changed, memory.k), (changed.T, memory.k)
-    send(memory.u, times_sum(erased * by_row(negative, wide[1]), terms, interpret), d_k)
+    send(memory.q, times_sum(erased * by_row(negative, wide[1]), terms, interpret), d_k)
     send(memory.d_q, times_sum(matrix(memory.d_q), [(scores, memory.k)], interpret), d_q)
-    put(memory.pairs.at[0], spread)
-    send(memory.q, multiply(memory.pairs.at[0].T, memory.d_o, wide), d_u)
 
 
 class StepInputs(NamedTuple):
