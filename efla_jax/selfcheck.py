@@ -287,6 +287,24 @@ def print_times(implementations: Sequence[str] = ("pallas", "chunked")) -> None:
             print(f"| {op} | {', '.join(map(str, sizes))} | {name} | {' | '.join(cells)} |", flush=True)
 
 
+def print_attention_times(implementations: Sequence[str] = ("pallas", "auto")) -> None:
+    """The table of times of softmax attention, of the kernels on the GPU; "auto" is cuDNN where that serves."""
+    print("\n| case | pass | " + " | ".join(f"{name} ms" for name in implementations) + " |")
+    print("| --- " * (2 + len(implementations)) + "|")
+    for case in selfcheck_attention.TIMED:
+        (arguments, state), ids = selfcheck_attention.draw(case), selfcheck_attention.ids_of(case)
+        for gradients in (False, True)[: 1 if case.before else 2]:
+            cells = []
+            for implementation in implementations:
+                try:
+                    run = selfcheck_attention.program(case.op, implementation, gradients)
+                    cells.append(f"{device_milliseconds(run, arguments, ids, state):.3f}")
+                except Exception as error:  # noqa: BLE001  too little memory for one must not hide the others
+                    cells.append(f"{type(error).__name__}")
+            name = "forward+backward" if gradients else "forward"
+            print(f"| {case.name} | {name} | {' | '.join(cells)} |", flush=True)
+
+
 def hopper() -> bool:
     """Whether the default device is a GPU that the kernels were written for."""
     device = jax.devices()[0]
@@ -319,6 +337,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = check_all(chosen, plgpu.InterpretGPUParams(detect_races=True) if options.interpret else None)
     if options.times and not options.interpret:
         print_times()
+        print_attention_times()
     return int(failed > 0)
 
 

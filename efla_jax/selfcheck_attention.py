@@ -54,6 +54,17 @@ def cases() -> list[AttentionCase]:
     return found
 
 
+# What --times measures of attention: bfloat16, half of the chunks selected.
+TIMED = (
+    AttentionCase("softmax_attention", Sizes(16, 2048, 16, 16, 128, 128)),
+    AttentionCase("softmax_attention", Sizes(16, 2048, 16, 16, 128, 128), documents="documents"),
+    AttentionCase("softmax_attention", Sizes(1, 32768, 16, 16, 128, 128)),
+    AttentionCase("block_sparse_attention", Sizes(1, 32768, 12, 12, 64, 128), 6),
+    AttentionCase("softmax_attention", Sizes(1, 1, 16, 16, 64, 64), before=131072),
+    AttentionCase("block_sparse_attention", Sizes(1, 1, 12, 12, 64, 128), 6, before=32768),
+)
+
+
 def draw(case: AttentionCase, seed: int = 0) -> tuple[tuple, Any]:
     """((q, k, v, selected), state) in the case's dtype; state: a cache after `before` tokens, or None."""
     s, keys = case.sizes, iter(jax.random.split(jax.random.key(seed), 8))
@@ -74,7 +85,7 @@ def state_after(case: AttentionCase, call: tuple) -> Any:
     room = -(-(case.before + s.time) // CHUNK) * CHUNK
     if case.op == "block_sparse_attention":
         run = functools.partial(ops.block_sparse_attention, chunk_size=CHUNK, implementation="chunked")
-        _, state = jax.jit(run)(q, k, v, chosen)
+        state = jax.jit(lambda *tokens: run(*tokens)[1])(q, k, v, chosen)
         return ops.grow_selected_kv(state, room // CHUNK * case.routes)
     fill = ((0, 0), (0, room - case.before), (0, 0), (0, 0))
     return ops.KVCache(jnp.pad(k, fill), jnp.pad(v, fill), jnp.full((s.batch,), case.before, jnp.int32))

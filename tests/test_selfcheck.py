@@ -233,6 +233,18 @@ def test_every_case_of_the_log_linear_operators_lowers():
     assert not [case for case in declined if case.op == "log_linear_attention" and case.sizes.key_dim != 32], declined
 
 
+def test_times_of_attention_are_a_table(capsys, monkeypatch):
+    small = Sizes(1, 70, 1, 2, 4, 3)
+    cases = [AttentionCase("softmax_attention", small), AttentionCase("softmax_attention", small, before=70)]
+    monkeypatch.setattr(selfcheck_attention, "TIMED", cases)
+    monkeypatch.setattr(selfcheck, "device_milliseconds", lambda run, *arguments: len(run(*arguments)))
+    selfcheck.print_attention_times()
+    *_, forward, both, behind = capsys.readouterr().out.strip().splitlines()
+    for row, count in ((forward, 1), (both, 4), (behind, 1)):  # "pallas" has no GPU here
+        assert row.endswith(f"| NotImplementedError | {count:.3f} |")
+    assert "| forward+backward |" in both and "behind 70" in behind
+
+
 @pytest.mark.slow
 def test_every_case_of_attention_lowers():
     declined = []
