@@ -182,7 +182,7 @@ def continued(options: Options, q, k, v, selected, kv: SelectedKV, segment_ids) 
         return mask_padding(chunks.real[:, size:], o)
 
     # Rows are split, heads are not: a page has those of one routing head, whichever that is.
-    legends = ("BSQK", "BSXK", "BSXV", "BNR", *("BS",) * fields, *POOL)
+    legends = ("BSQK", "BSZK", "BSZV", "BNR", *("BS",) * fields, *POOL)
     arrays = (q, k, v, selected, *chunks, *kv[:5])
     o = over_mesh(options, local, arrays, legends, "BSQV")
     return o, advanced(kv, chunks, selected, held_by(k, v, chunks, selected.shape[1], size))
@@ -206,7 +206,7 @@ def one_token(options: Options, q, k, v, selected, kv: SelectedKV, segment_ids) 
         return solver.latest(q, open_k, open_v, fill, Pool(*pool), selected.shape[2])
 
     state = advanced(kv, chunks, selected, Held(open_k[:, None], open_v[:, None], open_k, open_v))
-    legends = ("BSQK", "BCXK", "BCXV", "BNR", "B", *POOL)
+    legends = ("BSQK", "BCZK", "BCZV", "BNR", "B", *POOL)
     arrays = (q, open_k, open_v, selected, jnp.where(real, fill + 1, 0), *state[:4], kv.pages)
     return over_mesh(options, local, arrays, legends, "BSQV").astype(v.dtype), state
 
