@@ -139,7 +139,8 @@ class Sizes:
     @classmethod
     def of(cls, k, u, gates: "Gates", config: Config) -> "Sizes":
         batch, time, key_heads, key_dim = k.shape
-        sizes = cls(batch, time // BLOCK, key_heads, *u.shape[2:3], key_dim, *u.shape[3:], gates.levels.shape[2])
+        heads, value_dim = u.shape[2:]
+        sizes = cls(batch, time // BLOCK, key_heads, heads, key_dim, value_dim, gates.levels.shape[2])
         per_key, slices = sizes.tiles, 1
         programs = batch * sizes.blocks * key_heads
         while per_key % (2 * slices) == 0 and 2 * slices * programs <= config.waves * config.multiprocessors:
@@ -161,7 +162,8 @@ class Task(NamedTuple):
     @classmethod
     def here(cls, sizes: Sizes, numbers) -> "Task":
         row, block, pair = (lax.axis_index(name) for name in ("row", "block", "pair"))
-        number, tiles = number_of(block, sizes.slots), sizes.tiles
+        number: Any = number_of(block, sizes.slots)
+        tiles: Any = sizes.tiles
         if numbers is not None:
             number = numbers[row, block]
             tiles = jnp.where(number < 0, 0, tiles)

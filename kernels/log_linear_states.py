@@ -110,7 +110,8 @@ class Place(NamedTuple):
 
     @classmethod
     def here(cls, sizes: Walk) -> "Place":
-        return cls(*(lax.axis_index(name) for name in ("row", "tile", "part")), sizes)
+        row, tile, part = (lax.axis_index(name) for name in ("row", "tile", "part"))
+        return cls(row, tile, part, sizes)
 
     @property
     def lanes(self):
@@ -134,10 +135,10 @@ class Place(NamedTuple):
     def gates(self, block):
         return block * self.sizes.heads + self.head
 
-    def number(self, flow, block):
+    def number(self, flow, block) -> Any:
         return number_of(block, self.sizes.slots) if flow is None else entry(flow, block) >> 2
 
-    def full(self, flow, block):
+    def full(self, flow, block) -> Any:
         return block < self.sizes.whole if flow is None else (entry(flow, block) & FULL) != 0
 
 
@@ -459,12 +460,13 @@ def adjoint_blocks(place: Place, x: Reads, memory: ReadMemory, results, left, in
     def block(i, counts):
         c, (count, merged) = total - 1 - i, counts
         number, whole, slot = place.number(memory.flow, c), place.full(memory.flow, c), lax.rem(count, sizes.stages)
-        active, ones = whole | (number > 0), jnp.where(whole, trailing_ones(number), 0)
+        active: Any = whole | (number > 0)
+        ones: Any = jnp.where(whole, trailing_ones(number), 0)
         target = spread.at[place.row, c, place.lanes, place.keys]
         if memory.flow is not None:
 
             @pl.when((entry(memory.flow, c) & LAST) != 0)
-            def _():
+            def forget():
                 for j in range(sizes.slots):
                     stack.at[j][...] = zero
 

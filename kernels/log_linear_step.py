@@ -14,6 +14,7 @@ a head's 128 columns. Source: Log-Linear Attention (arXiv 2506.04761).
 
 import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -100,78 +101,102 @@ def across(part, twice, folds: int):
     return part + plgpu.load(twice.at[pl.ds(LANES // 2, LANES)], layout=LAYOUT)
 
 
+class Token(NamedTuple):
+    """What a program knows of its head: q, k [K] and weights [L] in global memory; gates; exp(g), k . q and e; the slot
+    that merges; its columns; shared memory for what merges and for sums over halves of the threads, or None."""
+
+    q: Any
+    k: Any
+    weights: Any
+    decay: Any
+    match: Any
+    erase: Any
+    depth: Any
+    here: Any
+    merged: Any
+    twice: Any
+    sizes: Sizes
+
+    @property
+    def lines(self) -> range:
+        return range(self.sizes.lines)
+
+    def products(self, ref, rows) -> list:
+        """(x_i, row i) for all rows of a column."""
+        pairs: list = []
+        for i in range(0, self.sizes.lines, TOGETHER):
+            pairs += zip(coefficients(ref, i, self.sizes.folds), rows[i : i + TOGETHER], strict=True)
+        return pairs
+
+    def against(self, ref, rows):
+        """S^T x of a column."""
+        return across(_total([x * s for x, s in self.products(ref, rows)]), self.twice, self.sizes.folds)
+
+
+def visit(token: Token, states, level, read):
+    """Slot `level` of states [L, lines, columns] after the token; `read` with what the token reads of it."""
+    rows = [plgpu.load(states.at[level, i, token.here], layout=LAYOUT) for i in token.lines]
+    seen = token.against(token.q, rows)
+    if token.sizes.erases:
+        known = token.erase * token.against(token.k, rows)
+        seen -= token.match * known
+        rows = [s - x * known for x, s in token.products(token.k, rows)]
+    merges = level <= token.depth
+
+    @pl.when(merges)
+    def _():
+        for i, s in enumerate(rows):
+            token.merged[i] = plgpu.load(token.merged.at[i], layout=LAYOUT) + token.decay * s
+
+    @pl.when(level < token.depth)
+    def _():
+        for i in token.lines:
+            states[level, i, token.here] = jnp.zeros_like(seen)
+
+    @pl.when(jnp.logical_not(merges))
+    def _():
+        for i, s in enumerate(rows):
+            states[level, i, token.here] = token.decay * s
+
+    return read + token.weights[level] * token.decay * seen
+
+
 def _body(sizes: Sizes, heads: int):
     """The program of one block: a head's 128 columns, of all slots or of one."""
-    blocks = range(0, sizes.lines, TOGETHER)
 
     def body(*refs):
         exchanged = [plgpu.SMEM((2 * LANES,), jnp.float32)] * (sizes.folds > 1)
         pl.run_scoped(functools.partial(program, *refs), plgpu.SMEM((sizes.lines, LANES), jnp.float32), *exchanged)
 
-    def program(q_gmem, k_gmem, u_gmem, gates_gmem, weights_gmem, where_gmem, states, o_gmem, merged, twice=None):
+    def program(q_gmem, k_gmem, u_gmem, gates_gmem, weights_gmem, where_gmem, states_gmem, o_gmem, merged, twice=None):
         b, h = lax.div(lax.axis_index("head"), heads), lax.rem(lax.axis_index("head"), heads)
         share, here = lax.axis_index("share"), pl.ds(lax.axis_index("column") * LANES, LANES)
         q, k = (x.at[b, lax.div(h, sizes.group)] for x in (q_gmem, k_gmem))
-        decay, match, erase = (gates_gmem[b, h, i] for i in range(3))
+        gates = [gates_gmem[b, h, i] for i in range(3)]
         live, depth = where_gmem[b, 0], where_gmem[b, 1]
-        u = plgpu.load(u_gmem.at[b, h, here], layout=LAYOUT).astype(jnp.float32)
-
-        def keys_and_rows(ref, state, i):
-            return zip(coefficients(ref, i, sizes.folds), state[i : i + TOGETHER], strict=True)
-
-        def against(ref, state):
-            """S^T x of a column."""
-            terms = [x * s for i in blocks for x, s in keys_and_rows(ref, state, i)]
-            return across(_total(terms), twice, sizes.folds)
-
-        def slot(level, read):
-            """Slot `level` after the token, and `read` with what the token reads of it."""
-            state = [plgpu.load(states.at[b, h, level, i, here], layout=LAYOUT) for i in range(sizes.lines)]
-            seen = against(q, state)
-            if sizes.erases:
-                known = erase * against(k, state)
-                seen -= match * known
-                state = [s - x * known for i in blocks for x, s in keys_and_rows(k, state, i)]
-            merges = level <= depth
-
-            @pl.when(merges)
-            def _():
-                for i, s in enumerate(state):
-                    merged[i] = plgpu.load(merged.at[i], layout=LAYOUT) + decay * s
-
-            @pl.when(level < depth)
-            def _():
-                for i in range(sizes.lines):
-                    states[b, h, level, i, here] = jnp.zeros_like(u)
-
-            @pl.when(jnp.logical_not(merges))
-            def _():
-                for i, s in enumerate(state):
-                    states[b, h, level, i, here] = decay * s
-
-            return read + weights_gmem[b, h, level] * decay * seen
-
+        token = Token(q, k, weights_gmem.at[b, h], *gates, depth, here, merged, twice, sizes)
+        u, states = plgpu.load(u_gmem.at[b, h, here], layout=LAYOUT).astype(jnp.float32), states_gmem.at[b, h]
         writes = (share == depth) if sizes.shares > 1 else (depth >= 0)
 
         @pl.when(writes)
         def _():
-            for i in blocks:
-                for j, x in enumerate(coefficients(k, i, sizes.folds)):
-                    merged[i + j] = x * u
+            for i, (x, _) in enumerate(token.products(k, list(token.lines))):
+                merged[i] = x * u
 
         first, last = jnp.int32(0), jnp.int32(sizes.slots)
         if sizes.shares > 1:
             first, last = jnp.where(writes, 0, share), jnp.where(share < depth, 0, share + 1)
 
-        def visit(level, read):
-            return lax.cond((live >> level) & 1 == 1, slot, lambda _, read: read, level, read)
+        def slot(level, read):
+            there = (live >> level) & 1 == 1
+            return lax.cond(there, functools.partial(visit, token, states), lambda _, read: read, level, read)
 
-        read = lax.fori_loop(first, last, visit, jnp.where(writes, weights_gmem[b, h, 0] * match, 0.0) * u)
+        read = lax.fori_loop(first, last, slot, jnp.where(writes, token.weights[0] * token.match, 0.0) * u)
         o_gmem[b, h, share, here] = read
 
         @pl.when(writes)
         def _():
-            for i in range(sizes.lines):
-                states[b, h, lax.max(depth, 0), i, here] = plgpu.load(merged.at[i], layout=LAYOUT)
+            for i in token.lines:
+                states[lax.max(depth, 0), i, here] = plgpu.load(merged.at[i], layout=LAYOUT)
 
     return body
