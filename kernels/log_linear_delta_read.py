@@ -237,7 +237,7 @@ def read_program(task: Task, memory: Memory, o_gmem, left, interpret) -> None:
     here, live = pl.ds(group * CHUNK, CHUNK), task.live
     plgpu.barrier_wait(memory.loaded)
     q, o = inside_step(memory, group, 0, matrix(memory.q.at[group]), None, left, interpret)
-    step = lambda _, carry: inside_step(memory, group, 1, *carry, left, interpret)  # noqa: E731
+    step = lambda _, carry: inside_step(memory, group, 1, carry[0], carry[1], left, interpret)  # noqa: E731
     q, o = lax.fori_loop(0, group, step, (q, o))
 
     def read(number, q, o, block):
@@ -290,7 +290,7 @@ def query_program(task: Task, memory: Memory, results, left, interpret) -> None:
         return change(memory, m, q, left, interpret), without_lowest(block)
 
     plgpu.barrier_wait(memory.loaded)
-    q, _ = inside_step(memory, group, 0, matrix(memory.q.at[group]), None, left, interpret)
+    q = inside_step(memory, group, 0, matrix(memory.q.at[group]), None, left, interpret)[0]
     q, live = lax.fori_loop(0, group, step, q), task.live
     q, block = lax.fori_loop(0, lax.max(live - 1, 0), level, (q, task.block))
 
