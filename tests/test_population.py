@@ -12,7 +12,7 @@ from configs import quickstart, smnist
 from efla_jax import evaluate, metrics, train
 from efla_jax.layers import MIXERS
 from efla_jax.ops import dispatch
-from efla_jax.ops.delta_flow import TABLE
+from efla_jax.ops.delta_rule import TABLE
 from efla_jax.train import population
 from efla_jax.train.population import fit_population
 
@@ -130,12 +130,13 @@ def test_configs_that_are_no_population_are_refused(tmp_path):
 
 def test_no_kernel_is_taken_inside(monkeypatch):
     """Where "auto" would take one: kernels have no rule for vmap over parameters."""
-    table = {"pallas": lambda: "kernel", "chunked": lambda: "xla"}
-    choose = functools.partial(dispatch.dispatch, "op", "auto", table, ("pallas", "chunked"), ())
-    assert choose() == "kernel"
-    with dispatch.without_kernels():
-        assert choose() == "xla" and dispatch.dispatch("op", "pallas", table, (), ()) == "kernel"
-    assert choose() == "kernel"
+    for name in dispatch.GPU_PROGRAMS:
+        table = {name: lambda: "kernel", "chunked": lambda: "xla"}
+        choose = functools.partial(dispatch.dispatch, "op", "auto", table, (name, "chunked"), ())
+        assert choose() == "kernel"
+        with dispatch.without_kernels():
+            assert choose() == "xla" and dispatch.dispatch("op", name, table, (), ()) == "kernel"
+        assert choose() == "kernel"
 
     def kernel(*_):
         raise RuntimeError("a kernel was taken")

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import jax
 
 Table = Mapping[str, Callable[..., Any]]
+GPU_PROGRAMS = ("pallas", "cudnn", "measured")  # names under which "auto" tries what is not XLA's
 SHORT = 8  # tokens up to which the scan is cheaper than a chunk
 LARGE_STATE = 16 << 20  # bytes of all states from which the kernel of one token is the faster one (H200, delta rule)
 
@@ -68,7 +69,7 @@ def dispatch(op: str, implementation: str, table: Table, auto: Sequence[str], ar
     declined = []
     for name in auto:
         try:
-            if name in ("pallas", "cudnn") and not KERNELS.get():
+            if name in GPU_PROGRAMS and not KERNELS.get():
                 raise NotImplementedError(f"{op}: no GPU kernel inside dispatch.without_kernels()")
             return table[name](*arguments)
         except NotImplementedError as reason:
