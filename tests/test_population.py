@@ -129,7 +129,7 @@ def test_configs_that_are_no_population_are_refused(tmp_path):
 
 
 def test_no_kernel_is_taken_inside(monkeypatch):
-    """Where "auto" would take one: kernels have no rule for vmap over parameters."""
+    """Where "auto" would take one: no GPU has run them under vmap over parameters."""
     for name in dispatch.GPU_PROGRAMS:
         table = {name: lambda: "kernel", "chunked": lambda: "xla"}
         choose = functools.partial(dispatch.dispatch, "op", "auto", table, (name, "chunked"), ())

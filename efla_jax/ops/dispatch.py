@@ -35,8 +35,8 @@ KERNELS = contextvars.ContextVar("kernels", default=True)
 
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
-    """What is traced inside takes no GPU kernel where the choice is "auto": for `jax.vmap` over parameters, which the
-    kernels cannot be taken through."""
+    """What is traced inside takes no GPU kernel where the choice is "auto": for `jax.vmap` over parameters, under which
+    no GPU has run them."""
     before = KERNELS.set(False)
     try:
         yield

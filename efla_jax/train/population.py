@@ -4,8 +4,8 @@
 
 A model of width 64 leaves a GPU idle between its kernels; a dozen of them share their launches. On a CPU it is no
 faster than one after another. Every member trains as `fit` would train it by itself, on the rows of its own seed, to
-the tolerance of another order of its sums. What it has not: a mesh, checkpoints on the way, signals. GPU kernels cannot
-be taken through vmap, so XLA computes the operators.
+the tolerance of another order of its sums. What it has not: a mesh, checkpoints on the way, signals. XLA computes the
+operators: no GPU has run the kernels under this vmap.
 """
 
 import contextlib
