@@ -120,6 +120,29 @@ def test_pieces_give_the_whole(pieces, packed):
     np.testing.assert_array_equal(state, whole[1])
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_silu_is_of_the_float32_sum(packed):
+    """Values and gradients of silu(causal_conv) from float32 arrays; of bfloat16 ones the sum is not rounded first."""
+    args, (d_y, _) = arguments(4)
+    x, weight, bias, state = map(jnp.asarray, args)
+    given = nan_at_padding(x) if packed else x
+
+    def run(activation, x, weight, bias, state):
+        options = {"initial_state": state, "segment_ids": ids_of(IDS, packed), "activation": activation}
+        y, _ = causal_conv(x, weight, bias, **options)
+        return y if activation else jax.nn.silu(y)
+
+    y, back = jax.vjp(lambda *a: run("silu", *a), given, weight, bias, state)
+    wanted, wanted_back = jax.vjp(lambda *a: run(None, *a), x, weight, bias, state)
+    names = ("y", "dx", "dweight", "dbias", "dstate")
+    found = y, *back(jnp.float32(d_y))
+    assert_close(found, (wanted, *wanted_back(jnp.float32(d_y))), names, TOLERANCE["float32"])
+    assert not packed or not (np.any(y[IDS == 0]) or np.any(found[1][IDS == 0]))
+    narrow = jnp.bfloat16(x)
+    once = run("silu", narrow, weight, bias, state)
+    np.testing.assert_array_equal(once, run("silu", narrow.astype(jnp.float32), weight, bias, state).astype(once.dtype))
+
+
 def ids_of(ids, packed):
     return jnp.asarray(ids) if packed else None
 
@@ -213,6 +236,7 @@ def unchecked():
         ({"initial_state": jnp.zeros((3, 2, 4))}, "initial_state: shape .* B .* 3 here but 2"),
         ({"segment_ids": jnp.zeros((2, 6), int)}, "segment_ids: shape"),
         ({"segment_ids": jnp.zeros((2, 7))}, "segment_ids: dtype"),
+        ({"activation": "relu"}, "activation: 'relu' is not known .* 'silu'"),
     ],
 )
 def test_wrong_input(unchecked, change, message):

@@ -68,10 +68,11 @@ def carry_on(keep: Bool[Array, " B"], cached):
 
 def begin(mixer, x: jax.Array, segment_ids: SegmentIds | None, cache) -> tuple[jax.Array, Any, Any, Int[Array, " B"]]:
     """What a call of a recurrent mixer begins with: x [B, T, D] with zeros at padding, the convolutions' inputs and the
-    state where the document goes on (None without a cache), and the id of each row's last real token after it."""
+    state where the document goes on (none and None without a cache), and the id of each row's last real token after
+    it."""
     if segment_ids is not None:
         x = mask_padding(segment_ids != 0, x)
-    # Without a state an operator knows that its rows begin, which may be cheaper.
-    cache = mixer.init_cache(x.shape[0])._replace(state=None) if cache is None else cache
+    # Without inputs and a state an operator knows that its rows begin, which may be cheaper.
+    cache = mixer.init_cache(x.shape[0])._replace(conv=(), state=None) if cache is None else cache
     keep, segment = continues(cache.segment, segment_ids, x.shape[1])
     return x, *carry_on(keep, (cache.conv, cache.state)), segment

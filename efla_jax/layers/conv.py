@@ -11,11 +11,14 @@ from efla_jax.shapes import SegmentIds
 
 
 class CausalConv(nn.Module):
-    """`ops.causal_conv` with parameters weight [W, D] (last tap: the current token) and, with use_bias, bias [D]."""
+    """`ops.causal_conv` with parameters weight [W, D] (last tap: the current token) and, with use_bias, bias [D].
+
+    activation: of the result, None or "silu"."""
 
     taps: int
     use_bias: bool = False
     dtype: DTypeLike = "float32"
+    activation: str | None = None
 
     @nn.compact
     def __call__(
@@ -26,4 +29,4 @@ class CausalConv(nn.Module):
         weight = self.param("weight", kernel_initializer("uniform", 0.0), (self.taps, channels), jnp.float32)
         bias = self.param("bias", nn.initializers.zeros, (channels,), jnp.float32) if self.use_bias else None
         x = x.astype(self.dtype)
-        return causal_conv(x, weight, bias, initial_state=state, segment_ids=segment_ids)
+        return causal_conv(x, weight, bias, initial_state=state, segment_ids=segment_ids, activation=self.activation)

@@ -61,10 +61,13 @@ def heads(mixer, name, x, shape, segment_ids, inputs, conv_bias=False) -> tuple[
     `inputs` and the next inputs are one array [B, W-1, C] in a tuple, empty when the mixer has no convolution."""
     y = dense(mixer, f"{name}_proj", shape[0] * shape[1])(x)
     if mixer.conv_width:
-        conv = CausalConv(mixer.conv_width, conv_bias, mixer.dtype, name=f"{name}_conv")
+        activation = None if mixer.activation == "none" else mixer.activation
+        conv = CausalConv(mixer.conv_width, conv_bias, mixer.dtype, activation, name=f"{name}_conv")
         y, after = conv(y, segment_ids, *inputs)
         inputs = (after,)
-    return ACTIVATIONS[mixer.activation](y).reshape(*y.shape[:2], *shape), inputs
+    else:
+        y = ACTIVATIONS[mixer.activation](y)
+    return y.reshape(*y.shape[:2], *shape), inputs
 
 
 def merge_heads(mixer, o: jax.Array, x: jax.Array) -> jax.Array:
