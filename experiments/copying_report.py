@@ -4,7 +4,6 @@ A run is one line of runs.csv. A seed has collapsed when its final accuracy is b
 evaluation.
 """
 
-import csv
 import math
 import pathlib
 from collections.abc import Callable
@@ -69,11 +68,7 @@ def panel(rows: list[dict], column: str, title: str) -> metrics.Panel:
 def write(folder: pathlib.Path, out: pathlib.Path, draw: Callable = metrics.plot_lines) -> None:
     """runs.csv, table.md and copying.png in the folder `out`."""
     rows = read(folder)
-    out.mkdir(parents=True, exist_ok=True)
-    with open(out / "runs.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    runs.write_runs(out, rows)
     note = "in %, mean ± deviation over seeds (collapsed seeds / seeds; collapsed: below 50 %)"
     text = "\n\n".join(f"Accuracy {what}, {note}.\n\n{table(rows, column)}" for column, what in COLUMNS)
     (out / "table.md").write_text(text + "\n")

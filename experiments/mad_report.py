@@ -4,7 +4,6 @@ A run is one line of runs.csv. The published protocol, for every seed: of each s
 rates and decays, of a task the mean over its settings, and the mean over tasks.
 """
 
-import csv
 import math
 import pathlib
 import statistics
@@ -111,11 +110,7 @@ def panel(rows: list[dict], score: str) -> metrics.Panel:
 def write(folder: pathlib.Path, out: pathlib.Path, draw: Callable = metrics.plot_lines) -> None:
     """runs.csv, table.md and mad.png in the folder `out`."""
     rows = read(folder)
-    out.mkdir(parents=True, exist_ok=True)
-    with open(out / "runs.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    runs.write_runs(out, rows)
     rates, decays = (", ".join(f"{value:g}" for value in sorted({row[name] for row in rows}))
                      for name in ("learning_rate", "weight_decay"))  # fmt: skip
     note = (f"held out, in %, at the end of training, best of rates {rates} and decays {decays}, mean ± deviation over"

@@ -4,7 +4,6 @@ A run is one line of runs.csv; its folder needs config.json and metrics.jsonl. A
 accuracy is below 50 %. Best is the best score of any evaluation, which is what the published figures are.
 """
 
-import csv
 import json
 import math
 import pathlib
@@ -14,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from efla_jax import metrics
+from experiments import runs
 
 COLLAPSED = 0.5
 # Adaptive Memory Decay (arXiv 2605.06946), in %: of its repository for 128 tokens, five seeds, best scores.
@@ -106,16 +106,12 @@ def panel(rows: list[dict], length: int, column: str, title: str) -> metrics.Pan
     return metrics.Panel(lines, "key-value pairs", "accuracy, %", title, points=True)
 
 
-def write(runs: pathlib.Path, out: pathlib.Path, draw: Callable = metrics.plot_lines) -> None:
+def write(folder: pathlib.Path, out: pathlib.Path, draw: Callable = metrics.plot_lines) -> None:
     """runs.csv, table.md and recall.png in the folder `out`."""
-    rows = read(runs)
+    rows = read(folder)
     order = {name: i for i, name in enumerate(("mamba2", "linear", "linear_one", "mlp_softplus", "mlp_softmax"))}
     rows.sort(key=lambda row: (order.get(row["variant"], len(order)), *list(row.values())[:4]))
-    out.mkdir(parents=True, exist_ok=True)
-    with open(out / "runs.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    runs.write_runs(out, rows)
     note = "in %, mean ± deviation over seeds (collapsed seeds / seeds; collapsed: below 50 %)"
     text = "\n\n".join(f"Accuracy {what}, {note}.\n\n{table(rows, column)}" for what, column in (
         ("at the trained length when training ended", "accuracy"), ("of rows twice as long", "longer"),

@@ -1,9 +1,10 @@
 """Finished runs by their folder: what was trained, how it scored, and the parameters that are scored."""
 
+import csv
 import functools
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -92,6 +93,15 @@ def swept_runs(folder: pathlib.Path, kind: str) -> dict[str, Ended]:
             scores = {f"test_{name}": value for name, value in row["scores"].items()}
             found[row["name"]] = Ended(row["name"], row["config"], [{"step": row["step"], **scores}], row["best"])
     return found
+
+
+def write_runs(out: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """out/runs.csv, a line for each row; rows have equal keys."""
+    out.mkdir(parents=True, exist_ok=True)
+    with open(out / "runs.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def variant(config: Mapping[str, Any], plain: Mapping[str, Any]) -> str:

@@ -4,7 +4,6 @@ A run is one line of runs.csv. Of each seed the rate counts whose accuracy at th
 were all there is to choose by: lengths beyond it are not looked at.
 """
 
-import csv
 import pathlib
 import statistics
 from collections.abc import Callable
@@ -69,11 +68,7 @@ def table(rows: list[dict]) -> str:
 def write(folder: pathlib.Path, out: pathlib.Path, draw: Callable = metrics.plot_lines) -> None:
     """runs.csv, table.md and state_tracking.png in the folder `out`."""
     rows = read(folder)
-    out.mkdir(parents=True, exist_ok=True)
-    with open(out / "runs.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    runs.write_runs(out, rows)
     rates = ", ".join(f"{rate:g}" for rate in sorted({row["learning_rate"] for row in rows}))
     trained, lengths = rows[0]["trained"], lengths_of(rows[0])
     note = (f"Accuracy over all tokens of held-out rows by their length, in %, trained on {trained} tokens: mean"

@@ -6,10 +6,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import custom_batching
 
 from efla_jax.ops.fenwick import Fenwick, fenwick_recurrent, meeting_slot, states_of
 from efla_jax.ops.hopper import require_hopper
+from efla_jax.ops.pallas_step import more_rows
 
 
 def one_token(f: Fenwick, interpret=None) -> tuple[jax.Array, jax.Array]:
@@ -37,37 +37,17 @@ def live_slots(start: jax.Array, levels: int) -> jax.Array:
     return below | jnp.where(start >> max(last - 1, 0) > 0, 1 << last, 0)
 
 
-def _batched(interpret):
-    """The kernel's call on [B, ...] arrays, under vmap one call with more rows."""
-
-    @custom_batching.custom_vmap
-    def call(*arrays):
-        from efla_jax.kernels.log_linear_step import step
-
-        return step(*arrays, interpret=interpret)
-
-    @call.def_vmap
-    def rule(size, batched, *arrays):
-        wide = [
-            None if x is None else x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
-            for x, is_batched in zip(arrays, batched, strict=True)
-        ]
-        results = call(*(None if x is None else x.reshape(-1, *x.shape[2:]) for x in wide))
-        return tuple(x.reshape(size, -1, *x.shape[1:]) for x in results), (True, True)
-
-    return call
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _solve(f: Fenwick, interpret):
+    from efla_jax.kernels.log_linear_step import step
+
     x, levels = f.x, f.level_weights.shape[3]
     depth = meeting_slot(f.start + 1, f.start, levels)
     depth = depth if f.real is None else jnp.where(f.real[:, 0], depth, -1)
     erase = None if x.erase is None else x.erase[:, 0]
     gates = x.log_decay[:, 0], f.level_weights[:, 0]
-    o, states = _batched(interpret)(
-        x.q[:, 0], x.k[:, 0], x.u[:, 0], erase, *gates, live_slots(f.start, levels), depth, f.states
-    )
+    call = more_rows(lambda *given: step(*given, interpret=interpret))
+    o, states = call(x.q[:, 0], x.k[:, 0], x.u[:, 0], erase, *gates, live_slots(f.start, levels), depth, f.states)
     return o[:, None].astype(x.u.dtype), states
 
 

@@ -3,6 +3,7 @@
 The gradient is that of "recurrent": a token that is differentiated is not decoded, and its state is not in place."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -29,14 +30,9 @@ def one_token(x: Recurrence, interpret=None) -> tuple[jax.Array, jax.Array]:
     return _solve(tuple(x), interpret)
 
 
-def _batched(interpret):
-    """The kernel's call on [B, ...] arrays, under vmap one call with more rows."""
-
-    @custom_batching.custom_vmap
-    def call(*arrays):
-        from efla_jax.kernels.delta_step import step
-
-        return step(*arrays, interpret=interpret)
+def more_rows(step: Callable) -> Callable:
+    """step(*arrays) -> (o, state) of arrays [B, ...] or None, which under vmap is one call with more rows."""
+    call = custom_batching.custom_vmap(step)
 
     @call.def_vmap
     def rule(size, batched, *arrays):
@@ -52,12 +48,14 @@ def _batched(interpret):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _solve(arrays, interpret):
-    x = Recurrence(*arrays)
+    from efla_jax.kernels.delta_step import step
+
+    x, call = Recurrence(*arrays), more_rows(lambda *given: step(*given, interpret=interpret))
     log_decay = x.log_decay[:, 0]
     if x.starts is not None:  # one token starts a document only where a mesh gives each device one
         log_decay = jnp.where(x.starts, -jnp.inf, log_decay)
     erase = None if x.erase is None else x.erase[:, 0]
-    o, state = _batched(interpret)(x.q[:, 0], x.k[:, 0], x.u[:, 0], erase, log_decay, x.initial_state)
+    o, state = call(x.q[:, 0], x.k[:, 0], x.u[:, 0], erase, log_decay, x.initial_state)
     return o[:, None], state
 
 
