@@ -15,7 +15,7 @@ from jax import lax
 from efla_jax.ops.attention import chunked
 from efla_jax.ops.block_sparse_tiles import Places, Plan
 from efla_jax.ops.document_chunks import placed
-from efla_jax.ops.pallas import require_hopper
+from efla_jax.ops.hopper import require_hopper
 
 CELL, WIDTH = 64, 128  # slots of a cell, and of a kernel's tile
 

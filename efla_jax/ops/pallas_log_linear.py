@@ -10,6 +10,7 @@ import numpy as np
 
 from efla_jax.ops.chunked import FORGET
 from efla_jax.ops.fenwick import Fenwick, states_of
+from efla_jax.ops.hopper import require_hopper
 from efla_jax.ops.log_linear_blocks import (
     BLOCK,
     Gates,
@@ -24,7 +25,7 @@ from efla_jax.ops.log_linear_blocks import (
     solve,
     summed,
 )
-from efla_jax.ops.pallas import require_hopper, require_one_dtype
+from efla_jax.ops.pallas import require_one_dtype
 from efla_jax.ops.pallas_log_linear_cells import laid_in_cells
 
 

@@ -7,7 +7,6 @@ tiles become heads that share their gates.
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -20,12 +19,8 @@ from efla_jax.ops.fenwick import Fenwick, states_of
 from efla_jax.ops.fenwick_chunked import part_of, sweep
 from efla_jax.ops.fenwick_tree import in_slots, times
 from efla_jax.ops.hopper import require_hopper
+from efla_jax.ops.log_linear_blocks import BLOCK, INSIDE, LN2, in_blocks, since_states, summed
 from efla_jax.ops.pallas import of_key_heads, require_one_dtype
-from efla_jax.ops.pallas_log_linear import in_blocks, since_states, summed
-
-BLOCK = 128  # tokens of a block of the kernels
-INSIDE = BLOCK.bit_length()  # levels of the pairs inside a block
-LN2 = math.log(2)
 
 
 class Arguments(NamedTuple):
