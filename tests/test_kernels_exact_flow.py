@@ -12,6 +12,7 @@ import importlib  # noqa: E402
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
+import jaxtyping  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402
@@ -256,6 +257,15 @@ def test_what_does_not_fit_is_said(monkeypatch):
     with pytest.raises(ValueError, match="step: 'euler' is not a way to take the step; choose one of"):
         ops.delta_flow(q, k, v, beta, step="euler")
     monkeypatch.undo()
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    for wrong, message in (
+        (beta[:, :, :1], r"beta: shape .* is 1 here but 2 in v"),
+        (beta > 0, "beta: dtype bool is not"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ops.delta_flow(q, k, v, wrong)
+    with pytest.raises(ValueError, match=r"v: shape .* does not fit \[B, T, H, V\]"):
+        ops.delta_flow(q, k, v[:, 1:], beta)
     with pytest.raises(NotImplementedError, match="delta_flow: the GPU kernels need an NVIDIA Hopper GPU"):
         ops.delta_flow(q, k, v, beta, implementation="pallas")
     monkeypatch.setattr(pallas, "require_hopper", lambda op: "NVIDIA H200")

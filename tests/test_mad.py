@@ -237,6 +237,7 @@ FAULTS = {
     "name": ("compression", {"name": "recall"}, "name='recall' must be one of compression, fuzzy_recall"),
     "short": ("compression", {"length": 3}, "length=3 must be a whole number >= 4"),
     "odd": ("in_context_recall", {"length": 27}, "length=27 must be even, for in_context_recall is made of pairs"),
+    "odd keys": ("memorization", {"length": 27}, "length=27 must be even, for memorization is made of pairs"),
     "noise": ("in_context_recall", {"noise": 0.2}, "noise=0.2 of noise_vocab_size=0: noisy_recall takes a probability"),
     "no noise": ("noisy_recall", {"noise": 0.0}, "noise=0.0 of noise_vocab_size=5: noisy_recall takes a probability"),
     "all noise": ("noisy_recall", {"noise_vocab_size": 12}, "noise_vocab_size=12 leaves no 4 of vocab_size=15 ids"),

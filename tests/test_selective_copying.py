@@ -91,6 +91,9 @@ def test_batches_are_a_function_of_seed_and_step(examples):
 @pytest.mark.parametrize(("change", "message"), [
     ({"length": 31}, "length=31 must be at least 2 copies = 32"),
     ({"longer_lengths": (8,)}, "length=8 must be at least 2 copies = 32"),
+    ({"longer_lengths": 8192}, "longer_lengths=8192 must be a tuple of whole numbers"),
+    ({"longer_lengths": (8192.5,)}, "must be a tuple of whole numbers"),
+    ({"noise": (0, 0.5)}, r"noise=\(0, 0.5\) must be the first and the last"),
     ({"copies": 0}, "copies=0 must be a whole number >= 1"),
     ({"copied": (1, 16)}, r"copied=\(1, 16\) must be the first and the last of some ids below vocab_size=16"),
     ({"noise": (3, 2)}, r"noise=\(3, 2\) must be the first and the last"),

@@ -62,7 +62,7 @@ class Mad(Task):
                 f"noise_vocab_size={self.noise_vocab_size} leaves no 4 of vocab_size={self.vocab_size} ids for keys and"
                 " values; enlarge the vocabulary"
             )
-        if self.name in ("in_context_recall", "noisy_recall") and self.length % 2:
+        if self.name in ("in_context_recall", "memorization", "noisy_recall") and self.length % 2:
             raise ValueError(f"length={self.length} must be even, for {self.name} is made of pairs")
         self._check_room()
 

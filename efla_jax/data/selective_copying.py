@@ -40,7 +40,8 @@ class SelectiveCopying(Task):
         check_whole(self, least)
         for name in ("copied", "noise"):
             value = getattr(self, name)
-            if not isinstance(value, tuple) or len(value) != 2 or not 0 <= value[0] <= value[1] < self.vocab_size:
+            whole = isinstance(value, tuple) and len(value) == 2 and all(type(one) is int for one in value)
+            if not whole or not 0 <= value[0] <= value[1] < self.vocab_size:
                 raise ValueError(
                     f"{name}={value!r} must be the first and the last of some ids below vocab_size={self.vocab_size}"
                 )
@@ -52,7 +53,12 @@ class SelectiveCopying(Task):
                 f"copied={self.copied}, noise={self.noise} and marker={self.marker} must have no id in common, or a"
                 " row does not say what to copy"
             )
-        for length in (self.length, *self.longer_lengths):
+        longer = self.longer_lengths
+        if not isinstance(longer, tuple) or not all(type(one) is int for one in longer):
+            raise ValueError(
+                f"longer_lengths={longer!r} must be a tuple of whole numbers, such as (8192,); () for none"
+            )
+        for length in (self.length, *longer):
             if length < 2 * self.copies:
                 raise ValueError(
                     f"length={length} must be at least 2 copies = {2 * self.copies}: room for what is copied and for"

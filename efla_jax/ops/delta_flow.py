@@ -10,7 +10,17 @@ from efla_jax.ops.exact_flow import exact_flow, gated_exact_flow, scale_values
 from efla_jax.ops.normalize import l2_normalize
 from efla_jax.ops.pallas import delta_flow as pallas
 from efla_jax.ops.sharded import recurrence_over_mesh
-from efla_jax.shapes import Gates, Keys, Queries, SegmentIds, State, Values, check_chunk_size
+from efla_jax.shapes import (
+    Gates,
+    Keys,
+    Queries,
+    SegmentIds,
+    State,
+    Values,
+    check_chunk_size,
+    check_floating,
+    check_shapes,
+)
 
 
 def unit_step(k: Keys, v: Values, beta: Gates) -> tuple[Keys, Values, Gates]:
@@ -92,6 +102,8 @@ def delta_flow(
         raise ValueError(f"step: {step!r} is not a way to take the step; choose one of {tuple(STEPS)}.")
     if beta is None:
         raise ValueError("beta: None, but a step needs one length per token; pass an array.")
+    check_shapes({"q": (q, "BTGK"), "k": (k, "BTGK"), "v": (v, "BTHV"), "beta": (beta, "BTH")})
+    check_floating({"v": v, "beta": beta})  # by their names here; the rest is checked with them as u and erase
     x = recurrence(q, k, v, beta, log_decay, initial_state, segment_ids)
 
     def run(x):
