@@ -155,6 +155,9 @@ def pages() -> dict[pathlib.Path, str]:
 
 
 def main(words: list[str]) -> None:
+    if words in (["-h"], ["--help"]):
+        print(__doc__)
+        return
     if words not in ([], ["--check"]):
         raise SystemExit(f"error: {' '.join(words)!r}: the only word is --check.")
     stale = {path: text for path, text in pages().items() if path.read_text(encoding="utf-8") != text}

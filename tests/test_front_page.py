@@ -95,3 +95,10 @@ def test_a_page_keeps_what_stands_around_the_tables():
     assert front_page.replaced(page, "new") == f"head\n{front_page.BEGIN}\n\nnew\n\n{front_page.END}\ntail\n"
     with pytest.raises(ValueError, match="the page has no lines"):
         front_page.replaced("head", "new")
+
+
+def test_help_says_what_it_does(capsys):
+    front_page.main(["--help"])
+    assert "--check" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="'--chek': the only word is --check"):
+        front_page.main(["--chek"])
