@@ -86,13 +86,8 @@ def parse_fields(text: str) -> dict[str, list[str]]:
 
 
 def crossed(fields: dict[str, list[str]]) -> list[Point]:
-    """Every choice of one value per field."""
+    """Every choice of one value per field: of a=1,2;b=3 {"a": "1", "b": "3"} and {"a": "2", "b": "3"}."""
     return [dict(zip(fields, values, strict=True)) for values in itertools.product(*fields.values())]
-
-
-def parse_grid(text: str) -> list[Point]:
-    """ "a=1,2;b=3" -> [{"a": "1", "b": "3"}, {"a": "2", "b": "3"}]. Raises ValueError for anything else."""
-    return crossed(parse_fields(text))
 
 
 def experiment(file: str) -> ModuleType:

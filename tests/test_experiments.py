@@ -166,12 +166,12 @@ def test_benchmark_of_decoding_counts_states_and_caches(tmp_path):
 
 
 def test_a_grid_is_crossed_or_refused():
-    points = sweep.parse_grid("optim.learning_rate=1e-3,3e-3;seed=0,1")
+    points = sweep.crossed(sweep.parse_fields("optim.learning_rate=1e-3,3e-3;seed=0,1"))
     assert len(points) == 4 and points[1] == {"optim.learning_rate": "1e-3", "seed": "1"}
-    assert sweep.parse_grid("") == [{}]
+    assert sweep.crossed(sweep.parse_fields("")) == [{}]
     for text in ("seed", "seed=", "seed=1,,2", "=1"):
         with pytest.raises(ValueError, match="is not field=value"):
-            sweep.parse_grid(text)
+            sweep.parse_fields(text)
 
 
 def test_report_takes_seeds_together(tmp_path):

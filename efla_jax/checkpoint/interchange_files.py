@@ -18,7 +18,6 @@ DTYPES: Mapping[str, Any] = {
     "F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }  # fmt: skip
-CODES = {dtype: code for code, dtype in DTYPES.items()}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LONGEST_HEADER = 100_000_000  # bytes: the library's own limit
 ALIGNMENT = 8  # the header is filled up with blanks, so that the tensors begin at a multiple of it
