@@ -45,11 +45,11 @@ def without_kernels() -> Iterator[None]:
 
 
 def missing_kernel(op: str) -> Callable[..., NoReturn]:
-    """The slot of a GPU kernel that is not built yet."""
+    """The slot of a kernel by jax-triton, of which there is none: `kernels/README.md` says why."""
 
     def implementation(*_) -> NoReturn:
         raise NotImplementedError(
-            f"{op}: no GPU kernel is built yet (see kernels/README.md); use implementation='chunked' or 'auto'."
+            f"{op}: no kernel of jax-triton is built; use implementation='pallas' on a Hopper GPU, 'chunked' or 'auto'."
         )
 
     return implementation
