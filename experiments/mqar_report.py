@@ -110,11 +110,8 @@ def write(folder: pathlib.Path, out: pathlib.Path, draw: Callable = metrics.plot
     """runs.csv, sizes.csv, table.md and mqar.png in the folder `out`."""
     rows = read(folder)
     best = chosen(rows)
-    out.mkdir(parents=True, exist_ok=True)
     columns = [name for name in rows[0] if name != "sizes"]
-    with open(out / "runs.csv", "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerows([columns, *([row[name] for name in columns] for row in rows)])
+    runs.write_runs(out, [{name: row[name] for name in columns} for row in rows])
     with open(out / "sizes.csv", "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow([*columns[:4], "size", "accuracy"])
