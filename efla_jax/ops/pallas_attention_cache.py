@@ -13,10 +13,8 @@ from efla_jax.ops.attention import MASKED
 from efla_jax.ops.block_sparse_attention import latest as latest_by_xla
 from efla_jax.ops.document_chunks import placed
 from efla_jax.ops.hopper import require_hopper
-from efla_jax.ops.pallas_attention import filled
+from efla_jax.ops.pallas_attention import CELL, WIDTH, filled
 from efla_jax.ops.selected_pages import Pool
-
-CELL, WIDTH = 64, 128  # slots of a cell, and queries of a kernel's tile
 
 
 def require(op: str, q, k, v, interpret) -> None:
