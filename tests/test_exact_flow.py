@@ -9,6 +9,7 @@ import scipy.linalg
 
 from efla_jax import ops
 from efla_jax.ops.exact_flow import phi_slope
+from efla_jax.ops.normalize import scale_values
 from tests.oracle import assert_close, relative_rms
 
 B, T, G, H, K, V = 2, 11, 2, 4, 6, 3
@@ -185,3 +186,26 @@ def test_dtypes_zero_keys_and_normalize_at_zero():
     assert not np.asarray(jacobian).any()
     row = jnp.asarray([3e-7, -4e-7, 0.0])
     assert relative_rms(ops.l2_normalize(row), [0.6, -0.8, 0.0]) < 1e-6
+
+
+def test_gradients_of_rows_are_those_of_the_definitions():
+    """The hand-written derivatives of a unit row and of a scaled one, first and second, and their dtypes."""
+    rng = np.random.default_rng(7)
+    x, weight, scale = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((5, 8), (5, 8), (5,)))
+
+    def written(x, scale):
+        return jnp.sum(jnp.sin(scale_values(scale, ops.l2_normalize(x))) * weight)
+
+    def plain(x, scale):
+        return jnp.sum(jnp.sin(scale[:, None] * x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True))) * weight)
+
+    def twice(f):
+        return jax.grad(lambda *a: sum(jnp.sum(jnp.square(d)) for d in jax.grad(f, (0, 1))(*a)), (0, 1))
+
+    for found, wanted in ((jax.grad(written, (0, 1)), jax.grad(plain, (0, 1))), (twice(written), twice(plain))):
+        for value, truth in zip(found(x, scale), wanted(x, scale), strict=True):
+            assert relative_rms(value, truth) < 1e-6
+    narrow = x.astype(jnp.bfloat16), scale.astype(jnp.bfloat16)
+    assert all(d.dtype == jnp.bfloat16 for d in jax.grad(written, (0, 1))(*narrow))
+    slope, (pulled,) = jax.jvp(ops.l2_normalize, (x,), (weight,))[1], jax.vjp(ops.l2_normalize, x)[1](weight)
+    assert relative_rms(slope, pulled) < 1e-6  # the Jacobian is symmetric

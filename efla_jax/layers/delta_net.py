@@ -4,7 +4,7 @@ from flax import linen as nn
 
 from efla_jax.layers.delta import DeltaMixer
 from efla_jax.ops import l2_normalize
-from efla_jax.ops.exact_flow import scale_values
+from efla_jax.ops.normalize import scale_values
 
 
 class DeltaNet(DeltaMixer):

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from efla_jax.ops.arguments import Recurrence, recurrence
 from efla_jax.ops.delta_rule import TABLE as UNIT_KEYS
 from efla_jax.ops.dispatch import Table, automatic, dispatch, missing_kernel
-from efla_jax.ops.exact_flow import exact_flow, gated_exact_flow, scale_values
-from efla_jax.ops.normalize import l2_normalize
+from efla_jax.ops.exact_flow import exact_flow, gated_exact_flow
+from efla_jax.ops.normalize import l2_normalize, scale_values
 from efla_jax.ops.pallas import delta_flow as pallas
 from efla_jax.ops.sharded import recurrence_over_mesh
 from efla_jax.shapes import (

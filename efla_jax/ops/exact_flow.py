@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from efla_jax.ops.normalize import l2_normalize, vector_norm
+from efla_jax.ops.normalize import l2_normalize, scale_values, vector_norm
 from efla_jax.shapes import Gates, Keys, Values, check_floating, check_heads, check_shapes
 
 SERIES_BELOW = 0.2  # where the closed form of phi' has lost as many digits as the series has left
@@ -56,11 +56,6 @@ def key_norms(k, v, gates: dict) -> tuple[jax.Array, jax.Array]:
     check_floating({"k": k, "v": v, **gates})
     check_heads(sizes["G"], sizes["H"])
     return l2_normalize(k), jnp.repeat(vector_norm(k), sizes["H"] // sizes["G"], axis=-1)
-
-
-def scale_values(scale: jax.Array, v: jax.Array) -> jax.Array:
-    """scale [B, T, H] float32 times v [B, T, H, V], rounded once to the dtype of v."""
-    return (scale[..., None] * v.astype(jnp.float32)).astype(v.dtype)
 
 
 def exact_flow(k: Keys, v: Values, beta: Gates) -> tuple[Keys, Values, Gates]:

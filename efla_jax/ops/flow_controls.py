@@ -22,7 +22,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from efla_jax.ops.exact_flow import key_norms, phi, scale_values
+from efla_jax.ops.exact_flow import key_norms, phi
+from efla_jax.ops.normalize import scale_values
 from efla_jax.shapes import Gates, Keys, Values
 
 KACZMARZ_EPSILON = 1e-6  # keeps a vanishing key from writing without bound
