@@ -333,7 +333,7 @@ def fractions(word: str) -> list[float]:
     """Numbers from 0 to 1 with commas between them."""
     found = [float(part) for part in names(word)]
     if not found or not all(0 <= x <= 1 for x in found):
-        raise ValueError(word)
+        raise argparse.ArgumentTypeError(f"{word!r} is not of numbers from 0 to 1")
     return found
 
 

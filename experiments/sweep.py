@@ -115,6 +115,9 @@ def cells(rest: Sequence[str]) -> list[Cell]:
         overrides = (*(f"--config.{field}={value}" for field, value in point.items()), *rest)
         alone = ("-m", "experiments.train", config, f"--workdir={folder}", "--resume", *overrides)
         found.append(Cell(name, argument, point, folder, overrides, alone))
+    names = [cell.name for cell in found]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"{twice}: two runs of the grid have this name; give every argument and value once.")
     return found
 
 

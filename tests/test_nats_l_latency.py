@@ -44,8 +44,9 @@ def test_the_program_writes_its_table(tmp_path, capsys):
     assert "Ratios of times" in (tmp_path / "latency.md").read_text() and (tmp_path / "latency.png").exists()
 
 
-def test_what_is_wrong_with_a_command_line_is_said():
+def test_what_is_wrong_with_a_command_line_is_said(capsys):
     with pytest.raises(SystemExit, match="--models=gpt"):
         latency.main(["--models=gpt"])
     with pytest.raises(SystemExit):
         latency.main(["--fractions=2"])
+    assert "argument --fractions: '2' is not of numbers from 0 to 1" in capsys.readouterr().err

@@ -70,6 +70,8 @@ def test_a_grid_is_that_of_the_experiment_file_unless_told_otherwise(file, tmp_p
 @pytest.mark.parametrize(("words", "message"), [
     ({"grid": "sed=1"}, "mamba2_learning_rate=0.001_seed=0_sed=1: .*sed"),
     ({"grid": "seed=1,"}, "--grid: 'seed=1,' is not field=value"),
+    ({"grid": "seed=0,1,0"}, "mamba2_learning_rate=0.001_seed=0: two runs of the grid have this name"),
+    ({"arguments": "linear,linear"}, "linear_learning_rate=0.001_seed=0: two runs"),
     ({"arguments": "mamba3"}, "'mamba3' is not one of"),
     ({"config": "nowhere.py"}, "--config=nowhere.py: no such experiment file"),
 ])  # fmt: skip
