@@ -13,6 +13,7 @@ from efla_jax.layers.fields import check_choice, check_dtype, check_least, head_
 from efla_jax.layers.projections import ACTIVATIONS, dense, gate, heads
 from efla_jax.layers.reading import Reading
 from efla_jax.ops import linear_attention
+from efla_jax.ops.normalize import scale_values
 from efla_jax.shapes import SegmentIds, check_chunk_size, check_heads
 
 
@@ -134,7 +135,7 @@ class Mamba2(nn.Module):
         Reading(name="step")(dt, segment_ids)
         Reading(name="decay")(jnp.exp(log_decay), segment_ids)
 
-        u = values if self.plain else (dt[..., None] * values.astype(jnp.float32)).astype(values.dtype)
+        u = values if self.plain else scale_values(dt, values)
         o, state = self.recurrence(x, c, b, u, None, log_decay, state, segment_ids)
         o = o.reshape(*x.shape[:2], -1) if self.plain else self.gated_norm(o, values, x)
         y = dense(self, "out_proj", self.width)(o.astype(self.dtype))

@@ -100,7 +100,8 @@ def of_key_heads(gradient: jax.Array, like: jax.Array) -> jax.Array:
     if gradient.shape[2] == key_heads:
         return gradient.astype(like.dtype)
     gradient = gradient.reshape(batch, time, key_heads, -1, key_dim)
-    return jnp.sum(gradient, axis=3, dtype=jnp.float32).astype(like.dtype)
+    total = jnp.sum(gradient, axis=3, dtype=jnp.float32).astype(like.dtype)
+    return jax.lax.optimization_barrier(total)  # XLA would merge it with sums over channels (see `normalize.py`)
 
 
 solve.defvjp(_forward, _backward)
