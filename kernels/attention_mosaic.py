@@ -32,6 +32,7 @@ from efla_jax.kernels.mosaic import (
     finish,
     index,
     left_operand,
+    narrow_indices,
     parameters,
     shared,
     staging,
@@ -257,6 +258,7 @@ def attend(over: Callable, memory: Memory, q, o, log_sum, left, sizes: Sizes, em
     log_sum[...] = jnp.where(total > 0, log_some, MASKED) if empty else log_some
 
 
+@narrow_indices()
 def launch(body, arguments, out, scratch, sizes: Sizes, grid):
     """Run a program on a grid of heads (or key heads), tiles (or pairs of cells) and rows, with three warpgroups.
 

@@ -45,6 +45,7 @@ from efla_jax.kernels.log_linear_pairs import (
 from efla_jax.kernels.mosaic import (
     accumulated,
     left_operand,
+    narrow_indices,
     parameters,
     shared,
     staging,
@@ -361,6 +362,7 @@ def load_states(task: Task, x: Inputs, memory: Memory, i, live) -> None:
     lax.fori_loop(0, live, state, task.number)
 
 
+@narrow_indices()
 def launch(name: str, compute, x: Inputs, out, memory: Memory, scratch: list, sizes: Sizes, config, interpret):
     """Run a program on the grid: compute(task, memory, results, scratch) by two warpgroups, `load` by a third."""
     arrays, inputs = jax.tree.flatten(x)

@@ -45,6 +45,7 @@ from efla_jax.kernels.mosaic import (
     by_column,
     finish,
     left_operand,
+    narrow_indices,
     parameters,
     shared,
     staging,
@@ -321,6 +322,7 @@ def walk(k, u, gates: Gates, flow, begin_with, *, slots: int, whole: int, config
     return tuple(launch("log_linear_walk", compute, load_writes, x, out, memory, left, sizes, config, interpret))
 
 
+@narrow_indices()
 def launch(name: str, compute, load, x, out, memory, scratch: list, sizes: Walk, config, interpret):
     """Run a program on the grid: compute(place, x, memory, results, scratch) by one warpgroup, `load` by the other."""
     arrays, inputs = jax.tree.flatten(x)

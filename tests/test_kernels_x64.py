@@ -43,8 +43,29 @@ def token(q, k, u, erase, log_decay, state):
     return ops.delta_rule(q, k, u, erase, log_decay, initial_state=state, implementation="pallas")[0]
 
 
-GATE = float32(B, T, H)
+def levels(q, k, u, log_decay, weights, ids):
+    return ops.log_linear_attention(q, k, u, log_decay, weights, segment_ids=ids, implementation="pallas")[0]
+
+
+def delta_levels(q, k, u, erase, log_decay, weights):
+    return ops.log_linear_delta_rule(q, k, u, erase, log_decay, weights, implementation="pallas")[0]
+
+
+def flow(q, k, v, beta, log_decay, ids):
+    how = {"step": "gated_exact", "segment_ids": ids, "implementation": "pallas"}
+    return ops.delta_flow(q, k, v, beta, log_decay, **how)[0]
+
+
+def softmax(q, k, v, ids):
+    return ops.softmax_attention(q, k, v, segment_ids=ids, implementation="pallas")[0]
+
+
+GATE, WEIGHTS = float32(B, T, H), float32(B, T, H, 9)
 CASES = {
+    "raw keys": (flow, (keys(), keys(), values(128), GATE, GATE, IDS)),
+    "log-linear attention": (levels, (keys(), keys(), values(64), GATE, WEIGHTS, IDS)),
+    "log-linear delta rule": (delta_levels, (keys(), keys(), values(128), GATE, GATE, WEIGHTS)),
+    "softmax attention": (softmax, (values(128), keys(), keys(), IDS)),
     "delta rule": (delta, (keys(), keys(), values(128), GATE, GATE, IDS)),
     "linear attention": (linear, (keys(), keys(), values(64), GATE, IDS)),
     "convolution": (conv, (jax.ShapeDtypeStruct((B, T, 256), jnp.bfloat16), float32(4, 256), IDS)),

@@ -419,6 +419,15 @@ def test_x64_leaves_parameters_states_and_moments_in_float32():
         assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_x64_leaves_recurrences_in_float32(implementation):
+    """Beyond: under jax_enable_x64 the associative form's identity had 64 bits, which no scan over float32 takes."""
+    arguments, cotangents = recurrence_case("zero keys", **ONE)
+    with jax.enable_x64(True):
+        slopes = jax.eval_shape(compiled(implementation), arguments, BORDERS, cotangents)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(slopes)} == {"float32"}
+
+
 def test_debug_nans_meets_no_nan():
     """Beyond: jax_debug_nans on, with strong decay, zero keys, documents and a cache that has room."""
     (q, k, u, erase, decay, state), cotangents = recurrence_case("zero keys", **ONE)

@@ -33,7 +33,7 @@ def associative(x: Recurrence, _chunk_size: int) -> tuple[jax.Array, jax.Array]:
         transition = keep
     else:
         outer = k[..., :, None] * k[..., None, :]
-        transition = keep * (jnp.eye(k.shape[-1]) - x.erase[..., None, None] * outer)
+        transition = keep * (jnp.eye(k.shape[-1], dtype=jnp.float32) - x.erase[..., None, None] * outer)
         compose = functools.partial(jnp.matmul, precision=PRECISION)
 
     def combine(first, second):

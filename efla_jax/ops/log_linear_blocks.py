@@ -72,7 +72,7 @@ def gates_of(total, behind, weights, since: list[jax.Array], begun=None, own=Non
     vectors = jnp.stack([total / LN2, jnp.exp(behind)], axis=3).reshape(levels.shape[0], -1, 2, BLOCK)
     decays, sums = jnp.stack(since, axis=3), total[..., -1:]
     first = [jnp.exp(decays + sums)] + ([] if begun is None else [begun[..., None]])
-    empty = jnp.zeros((*sums.shape[:3], SINCE - len(since) - len(first) + 1))
+    empty = jnp.zeros((*sums.shape[:3], SINCE - len(since) - len(first) + 1), jnp.float32)
     fade = jnp.concatenate([*first, empty, decays / LN2], axis=3)
     fade = jnp.pad(fade, ((0, 0),) * 3 + ((0, BLOCK - fade.shape[3]),)).reshape(-1, levels.shape[1], BLOCK)
     return Gates(vectors, levels, fade)
@@ -164,7 +164,7 @@ def gate_gradients(gates: Gates, of_queries, of_keys, d_merged, number) -> Gates
     d_since = LN2 * jnp.sum(shares[:, :, INSIDE - 1 :], axis=3)
     d_vectors = jnp.stack([d_total, of_keys[:, :, 1]], axis=2)
     d_vectors = jnp.where(jnp.repeat(number >= 0, heads, axis=1)[..., None, None], d_vectors, 0.0)
-    empty = jnp.zeros((*d_merged.shape[:2], SINCE - slots))
+    empty = jnp.zeros((*d_merged.shape[:2], SINCE - slots), jnp.float32)
     d_fade = jnp.concatenate([d_merged, empty, d_since], axis=2)
     d_fade = jnp.pad(d_fade, ((0, 0), (0, 0), (0, BLOCK - d_fade.shape[2])))
     return Gates(d_vectors, d_levels, d_fade)
