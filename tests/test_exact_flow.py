@@ -209,3 +209,17 @@ def test_gradients_of_rows_are_those_of_the_definitions():
     assert all(d.dtype == jnp.bfloat16 for d in jax.grad(written, (0, 1))(*narrow))
     slope, (pulled,) = jax.jvp(ops.l2_normalize, (x,), (weight,))[1], jax.vjp(ops.l2_normalize, x)[1](weight)
     assert relative_rms(slope, pulled) < 1e-6  # the Jacobian is symmetric
+
+
+def test_coefficients_have_a_forward_mode():
+    """The slope along one direction is that of reverse mode."""
+    rng = np.random.default_rng(2)
+    k, v, beta = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((1, 3, 1, 4), (1, 3, 2, 5), (1, 3, 2)))
+    arguments, direction = (k, v, jnp.abs(beta)), (v[..., :1, :4], v * beta[..., None], beta)
+
+    def value(*arguments):
+        return sum(jnp.sum(jnp.sin(x)) for x in ops.exact_flow(*arguments))
+
+    slope = jax.jvp(value, arguments, direction)[1]
+    gradients = jax.grad(value, (0, 1, 2))(*arguments)
+    np.testing.assert_allclose(slope, sum(jnp.vdot(g, d) for g, d in zip(gradients, direction, strict=True)), rtol=1e-5)
