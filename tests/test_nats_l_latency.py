@@ -19,6 +19,7 @@ def test_every_head_chooses_softmax_for_the_fraction_asked_for(fraction):
     np.testing.assert_allclose(found.mean(0), fraction, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_a_context_that_was_read_and_one_that_is_made_up_hold_the_same_pages():
     chosen = latency.parser().parse_args(WORDS)
     model = latency.model_of("nats_l_hybrid", chosen, unrolled=True)

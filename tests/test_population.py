@@ -101,6 +101,7 @@ def test_other_data_than_generated_tasks(kind, corpus, tmp_path):
     assert found[0].scores != found[1].scores and ("bits_per_byte" in alone.scores) == (kind == "text")
 
 
+@pytest.mark.slow
 def test_a_member_ends_at_its_goal_and_keeps_those_scores(tmp_path):
     """At rate 1e-2 one pair of four values is learned; at 1e-9 nothing is."""
     configs = [tiny(rate=rate) for rate in (1e-9, 1e-2)]
