@@ -17,9 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from efla_jax.ops.arguments import Recurrence, recurrence
 from efla_jax.ops.segments import mask_padding, positions
-from efla_jax.ops.sharded import repeat_key_heads, sharded
 from efla_jax.shapes import check_floating, check_shapes
-from efla_jax.sharding import auto_mesh
 
 Positions = Int[Array | np.ndarray, "..."] | int | np.integer
 PRECISION = lax.Precision.HIGHEST
@@ -111,34 +109,6 @@ def fenwick(q, k, u, erase, log_decay, level_weights, initial_state, segment_ids
         weights = mask_padding(real, weights)
         stands = jnp.where(jnp.cumsum(real, axis=1) > 0, stands, start[:, None] - 1)
     return Fenwick(x, weights, None if states is None else states.astype(jnp.float32), stands, start, real)
-
-
-# Of a Fenwick whose time is split; of whole rows see `fenwick_over_mesh`.
-LEGENDS = ("BTGK", "BTGK", "BTHV", "BTH", "BTH", "BHKV", "BT", "BTHL", "BHLKV", "BT", "B", "BT")
-
-
-def fenwick_over_mesh(run, flat, f: Fenwick) -> tuple[jax.Array, FenwickState]:
-    """run(f) -> (outputs, states), on every device with its rows and heads, and with its part of the time where
-    `fenwick_parts` knows how, else with whole rows of fewer heads; flat(x): the operator with one state."""
-    from efla_jax.ops import fenwick_parts  # which needs what stands above
-
-    time, slots = f.level_weights.shape[1], f.level_weights.shape[3]
-    used = slots if f.states is not None else min(slots, time.bit_length() + 1)  # T tokens reach no level beyond
-
-    mesh = auto_mesh()
-    splits = mesh is not None and fenwick_parts.fits(f, mesh.shape["context"])
-    letters = {} if splits else {"T": "S", "G": "X", "H": "Y"}
-    legends = tuple("".join(letters.get(letter, letter) for letter in legend) for legend in LEGENDS)
-    q, k = repeat_key_heads(f.x.u.shape[2], f.x.q, f.x.k, whole_rows=not splits)
-
-    def local(context, *arrays):
-        f = Fenwick(Recurrence(*arrays[:7]), *arrays[7:])
-        return run(f) if context is None else fenwick_parts.over_parts(run, flat, f, context)
-
-    f = f._replace(x=f.x._replace(q=q, k=k), level_weights=f.level_weights[..., :used])
-    o, states = sharded(local, (*f.x, *f[1:]), legends, (legends[2], legends[8]))
-    states = jnp.pad(states, ((0, 0), (0, 0), (0, slots - used), (0, 0), (0, 0)))
-    return o, FenwickState(states, f.position[:, -1] + 1 if f.position.shape[1] else f.start)
 
 
 def meeting_slot(t: jax.Array, s: jax.Array, levels: int) -> jax.Array:

@@ -16,10 +16,37 @@ from jax import lax
 
 from efla_jax.ops.arguments import Recurrence
 from efla_jax.ops.chunked import product
-from efla_jax.ops.fenwick import Fenwick, fenwick_level
-from efla_jax.ops.sharded import known
+from efla_jax.ops.fenwick import Fenwick, FenwickState, fenwick_level
+from efla_jax.ops.sharded import known, repeat_key_heads, sharded
+from efla_jax.sharding import auto_mesh
 
 Flat = Callable[[Recurrence], tuple[jax.Array, jax.Array]]
+
+
+# Of a Fenwick whose time is split; of whole rows see `fenwick_over_mesh`.
+LEGENDS = ("BTGK", "BTGK", "BTHV", "BTH", "BTH", "BHKV", "BT", "BTHL", "BHLKV", "BT", "B", "BT")
+
+
+def fenwick_over_mesh(run, flat, f: Fenwick) -> tuple[jax.Array, FenwickState]:
+    """run(f) -> (outputs, states), on every device with its rows and heads, and with its part of the time where
+    `fits` says so, else with whole rows of fewer heads; flat(x): the operator with one state."""
+    time, slots = f.level_weights.shape[1], f.level_weights.shape[3]
+    used = slots if f.states is not None else min(slots, time.bit_length() + 1)  # T tokens reach no level beyond
+
+    mesh = auto_mesh()
+    splits = mesh is not None and fits(f, mesh.shape["context"])
+    letters = {} if splits else {"T": "S", "G": "X", "H": "Y"}
+    legends = tuple("".join(letters.get(letter, letter) for letter in legend) for legend in LEGENDS)
+    q, k = repeat_key_heads(f.x.u.shape[2], f.x.q, f.x.k, whole_rows=not splits)
+
+    def local(context, *arrays):
+        f = Fenwick(Recurrence(*arrays[:7]), *arrays[7:])
+        return run(f) if context is None else over_parts(run, flat, f, context)
+
+    f = f._replace(x=f.x._replace(q=q, k=k), level_weights=f.level_weights[..., :used])
+    o, states = sharded(local, (*f.x, *f[1:]), legends, (legends[2], legends[8]))
+    states = jnp.pad(states, ((0, 0), (0, 0), (0, slots - used), (0, 0), (0, 0)))
+    return o, FenwickState(states, f.position[:, -1] + 1 if f.position.shape[1] else f.start)
 
 
 def fits(f: Fenwick, parts: int) -> bool:

@@ -6,8 +6,9 @@ from jaxtyping import Array, Float
 
 from efla_jax.ops.delta_rule import TABLE as FLAT
 from efla_jax.ops.dispatch import Table, automatic, dispatch, missing_kernel
-from efla_jax.ops.fenwick import Fenwick, FenwickState, fenwick, fenwick_over_mesh, fenwick_recurrent
+from efla_jax.ops.fenwick import Fenwick, FenwickState, fenwick, fenwick_recurrent
 from efla_jax.ops.fenwick_chunked import fenwick_chunked
+from efla_jax.ops.fenwick_parts import fenwick_over_mesh
 from efla_jax.ops.fenwick_tree import fenwick_associative
 from efla_jax.ops.pallas_log_linear import log_linear_attention as log_linear_attention_kernel
 from efla_jax.ops.pallas_log_linear_delta import log_linear_delta_rule as log_linear_delta_rule_kernel
