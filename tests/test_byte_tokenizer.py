@@ -25,6 +25,7 @@ def test_every_byte_is_a_token_of_its_number():
 
 
 def test_the_library_that_reads_it_agrees():
+    # of the extra "hf", which the tests install without
     tokenizers = pytest.importorskip("tokenizers")
     theirs = tokenizers.Tokenizer.from_str(tokenizer_json())
     ids = theirs.encode(TEXT, add_special_tokens=False).ids
