@@ -20,38 +20,19 @@ Ten levels serve 512 tokens; of those that training rows do not reach (`trained_
 used. `linear_256` and so on train on 256 tokens. Figures: experiments/results/README.md.
 """
 
-from configs.common import base, check_mixer
+from configs.common import LEVELS, adaptive_decay, base, check_mixer
 
-LEVELS = {
-    "mamba2": {},
-    "linear": {"level_kind": "linear", "level_bias": False},
-    "linear_one": {"level_kind": "linear", "level_bias": True},
-    "mlp_softplus": {"level_kind": "mlp_softplus"},
-    "mlp_softmax": {"level_kind": "mlp_softmax"},
-}
 LENGTHS = {"": 128, "_256": 256}
 
 
 def get_config(arg: str = ""):
     arguments = {f"{variant}{end}": (variant, length) for variant in LEVELS for end, length in LENGTHS.items()}
     variant, length = arguments[check_mixer(arg, tuple(arguments), "configs/adaptive_decay.py")]
-    mixer = "mamba2" if variant == "mamba2" else "log_linear_mamba2"
     config = base()
     task = {
         "layout": "packed", "vocab_size": 128, "length": length, "pairs": 8, "examples": 10_000, "test_examples": 1000,
         "longer": (2 * length,), "answers": False,
     }  # fmt: skip
     config.data = dict(kind="recall", batch_size=64, eval_batch_size=500, worker_count=0, task=task)
-    options = {
-        "num_heads": 1, "head_dim": 64, "state_dim": 64, "expand": 1.0, "conv_width": 0, "activation": "none",
-        "plain": True, "gate_init": "normal",
-    }  # fmt: skip
-    if variant != "mamba2":
-        options |= {"levels": 10, "trained_levels": (length - 1).bit_length() + 1, "level_hidden": 64}
-        options |= {"level_gelu": True} | LEVELS[variant]
-    config.model.update(width=64, depth=2, mixers=(mixer,), mixer_options={mixer: options}, mlp="none")
-    config.model.scan = False  # one program without loops: two layers compile soon, and a GPU launches it at once
-    config.model.update(norm="layer", norm_position="post", norm_eps=1e-5, kernel_init="normal", init_std=0.02)
-    config.optim.update(learning_rate=1e-3, schedule="constant", weight_decay=0.0, beta2=0.999)
-    config.train.update(steps=5000, log_every=100, eval_every=100, stop_at=0.99, matmul_precision="highest")
+    adaptive_decay(config, variant, length, levels=10, steps=5000)
     return config

@@ -4,6 +4,15 @@ Tuples and numbers only: lists and None cannot be overridden on a command line."
 
 from ml_collections import ConfigDict
 
+# Level weights that the paper of Adaptive Memory Decay compares.
+LEVELS = {
+    "mamba2": {},
+    "linear": {"level_kind": "linear", "level_bias": False},
+    "linear_one": {"level_kind": "linear", "level_bias": True},
+    "mlp_softplus": {"level_kind": "mlp_softplus"},
+    "mlp_softmax": {"level_kind": "mlp_softmax"},
+}
+
 
 def base() -> ConfigDict:
     """mesh, data, model, optim, train; fields: sharding.make_mesh, DataConfig, LanguageModel, make_optimizer, train."""
@@ -91,3 +100,21 @@ def pretraining(mixer: str, options: dict, gated: dict, depth: int) -> ConfigDic
     config.train.eval_batches = 16
     config.train.save_every = 500
     return config
+
+
+def adaptive_decay(config: ConfigDict, variant: str, length: int, levels: int, steps: int) -> None:
+    """The model of Adaptive Memory Decay (arXiv 2605.06946) and its training, of every task: one head of 64 x 64, x =
+    LayerNorm(x + mixer(x)), twice; variant: one of LEVELS, whose level weights it has."""
+    mixer = "mamba2" if variant == "mamba2" else "log_linear_mamba2"
+    options = {
+        "num_heads": 1, "head_dim": 64, "state_dim": 64, "expand": 1.0, "conv_width": 0, "activation": "none",
+        "plain": True, "gate_init": "normal",
+    }  # fmt: skip
+    if variant != "mamba2":
+        options |= {"levels": levels, "trained_levels": (length - 1).bit_length() + 1, "level_hidden": 64}
+        options |= {"level_gelu": True} | LEVELS[variant]
+    config.model.update(width=64, depth=2, mixers=(mixer,), mixer_options={mixer: options}, mlp="none")
+    config.model.scan = False  # one program without loops: two layers compile soon, and a GPU launches it at once
+    config.model.update(norm="layer", norm_position="post", norm_eps=1e-5, kernel_init="normal", init_std=0.02)
+    config.optim.update(learning_rate=1e-3, schedule="constant", weight_decay=0.0, beta2=0.999)
+    config.train.update(steps=steps, log_every=100, eval_every=100, stop_at=0.99, matmul_precision="highest")

@@ -23,7 +23,7 @@ tokens, of `decay_1024` 2e9, or fewer where it ends early; the sweep is 75 runs,
 estimate ten minutes to an hour each on one H200. Not run yet. `python -m experiments.report copying` makes its tables.
 """
 
-from configs.common import base, check_mixer
+from configs.common import LEVELS, adaptive_decay, base, check_mixer
 
 MIXERS = {
     "mamba2": {"num_heads": 2, "state_dim": 16},
@@ -36,13 +36,6 @@ MIXERS = {
     "log_linear_efla": {"num_heads": 2, "levels": 13},
     "nats_l": {"num_heads": 2, "chunk_size": 64},
     "attention": {"num_heads": 2},
-}
-LEVELS = {
-    "mamba2": {},
-    "linear": {"level_kind": "linear", "level_bias": False},
-    "linear_one": {"level_kind": "linear", "level_bias": True},
-    "mlp_softplus": {"level_kind": "mlp_softplus"},
-    "mlp_softmax": {"level_kind": "mlp_softmax"},
 }
 LENGTHS = {"decay_256": 256, "decay_512": 512, "decay_1024": 1024}
 ARGUMENTS = (*(f"mamba-{mixer}" for mixer in MIXERS), *(f"{name}-{kind}" for name in LENGTHS for kind in LEVELS))
@@ -66,18 +59,7 @@ def decay(config, kind: str, length: int) -> None:
     """The second paper's setting: one head of 64 x 64, no convolution, x = LayerNorm(x + mixer(x))."""
     config.data.task = {"vocab_size": 128, "length": length, "copies": 16, "examples": 10_000, "test_examples": 1000}
     config.data.task.update({"copied": (3, 65), "noise": (67, 127), "marker": 66, "longer_lengths": (2 * length,)})
-    mixer = "mamba2" if kind == "mamba2" else "log_linear_mamba2"
-    options = {
-        "num_heads": 1, "head_dim": 64, "state_dim": 64, "expand": 1.0, "conv_width": 0, "activation": "none",
-        "plain": True, "gate_init": "normal",
-    }  # fmt: skip
-    if kind != "mamba2":
-        options |= {"levels": 12, "trained_levels": (length - 1).bit_length() + 1, "level_hidden": 64}
-        options |= {"level_gelu": True} | LEVELS[kind]
-    config.model.update(width=64, depth=2, mixers=(mixer,), mixer_options={mixer: options}, mlp="none")
-    config.model.update(norm="layer", norm_position="post", norm_eps=1e-5, kernel_init="normal", init_std=0.02)
-    config.optim.update(learning_rate=1e-3, schedule="constant", weight_decay=0.0, beta2=0.999)
-    config.train.update(steps=30_000, log_every=100, eval_every=100, stop_at=0.99, matmul_precision="highest")
+    adaptive_decay(config, kind, length, levels=12, steps=30_000)
 
 
 def get_config(arg: str = ""):
