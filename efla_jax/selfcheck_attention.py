@@ -5,14 +5,16 @@ The reference is "chunked" on the same inputs widened to float32, with products 
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from efla_jax import ops
-from efla_jax.selfcheck_cases import Case, Sizes, segment_ids
+from efla_jax.ops import pallas_attention, pallas_attention_cache
+from efla_jax.ops.segments import segments
+from efla_jax.selfcheck_cases import BAR, FLOOR, Case, Sizes, Timed, errors_of, segment_ids
 
 NAMES = ("o", "dq", "dk", "dv", "dselected")
 CHUNK = 64
@@ -54,6 +56,12 @@ def cases() -> list[AttentionCase]:
     return found
 
 
+def tiny_cases() -> list[AttentionCase]:
+    sizes = Sizes(1, 130, 1, 2, 64, 64)
+    case = AttentionCase("softmax_attention", sizes, documents="documents")
+    return [case, case._replace(sizes=sizes._replace(time=1), documents=None, before=70)]
+
+
 # What --times measures of attention: bfloat16, half of the chunks selected.
 TIMED = (
     AttentionCase("softmax_attention", Sizes(16, 2048, 16, 16, 128, 128)),
@@ -91,11 +99,24 @@ def state_after(case: AttentionCase, call: tuple) -> Any:
     return ops.KVCache(jnp.pad(k, fill), jnp.pad(v, fill), jnp.full((s.batch,), case.before, jnp.int32))
 
 
+def kernel(q, k, v, ids, state: ops.KVCache | None, interpret: Any) -> jax.Array:
+    """The kernel of softmax attention alone, in rows without padding; behind a cache that of one token."""
+    if state is None:
+        return pallas_attention.softmax(
+            q, k, v, None if ids is None else segments(ids).document, None, interpret=interpret
+        )
+    rows, slot = jnp.arange(k.shape[0]), state.length
+    k, v = (x.at[rows, slot].set(new[:, 0]) for x, new in ((state.k, k), (state.v, v)))
+    return pallas_attention_cache.latest(q, k, v, slot + 1, interpret)
+
+
 @functools.cache
-def program(op: str, implementation: str, gradients: bool) -> Callable:
+def program(op: str, implementation: str, gradients: bool, interpret: Any = None) -> Callable:
     """A jitted (arguments, ids, state) -> outputs and gradients of a fixed weighted sum of them, by name."""
 
     def forward(arguments, ids, state):
+        if interpret is not None:
+            return kernel(*arguments[:3], ids, state, interpret)
         options = {"initial_state": state, "segment_ids": ids, "implementation": implementation}
         if op == "softmax_attention":
             return ops.softmax_attention(*arguments[:3], **options)[0]
@@ -113,15 +134,44 @@ def program(op: str, implementation: str, gradients: bool) -> Callable:
     return run
 
 
-def ids_of(case: AttentionCase) -> jax.Array | None:
-    """Ids of documents; behind a cache the first one goes on."""
-    return segment_ids(Case(case.op, "random", case.sizes, case.documents))
+def arguments_of(case: AttentionCase) -> tuple:
+    """(arguments, ids, state); the ids' first document goes on with the state."""
+    arguments, state = draw(case)
+    return arguments, segment_ids(Case(case.op, "random", case.sizes, case.documents)), state
+
+
+def run(case: AttentionCase, implementation: str, arguments: tuple, interpret: Any = None) -> dict[str, jax.Array]:
+    return program(case.op, implementation, not case.before, interpret)(*arguments)
 
 
 def wide(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
-def truth_of(case: AttentionCase, arguments: tuple, ids, state) -> dict[str, jax.Array]:
+def truth_of(case: AttentionCase, arguments: tuple) -> dict[str, jax.Array]:
+    """ "chunked" on the same inputs, widened."""
     with jax.default_matmul_precision("highest"):
-        return program(case.op, "chunked", not case.before)(wide(arguments), ids, wide(state))
+        return run(case, "chunked", wide(arguments))
+
+
+def beside(case: AttentionCase, arguments: tuple, truth: dict[str, jax.Array]) -> dict[str, float]:
+    """Errors of "chunked", which multiplies float16 as the kernels do."""
+    return errors_of(run(case, "chunked", arguments), truth)
+
+
+def bar(case: AttentionCase, name: str, beside: float) -> float:
+    times = CANCELLED if name == "dselected" else BAR[case.dtype]
+    return max(times * beside, FLOOR[case.dtype])
+
+
+def timed() -> Iterator[Timed]:
+    """ "auto" is cuDNN where that serves."""
+    for case in TIMED:
+        arguments = arguments_of(case)
+        for gradients in (False, True)[: 1 if case.before else 2]:
+            name = f"{case.name}, {'forward+backward' if gradients else 'forward'}"
+            yield Timed(name, ("pallas", "auto"), functools.partial(implemented, case.op, gradients), arguments)
+
+
+def implemented(op: str, gradients: bool, implementation: str) -> Callable:
+    return program(op, implementation, gradients)

@@ -5,15 +5,17 @@ The reference is "recurrent" on the same inputs widened to float32.
 """
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from efla_jax import ops
-from efla_jax.selfcheck_cases import AWKWARD, Case, Sizes, draw, segment_ids
+from efla_jax.ops.fenwick import fenwick
+from efla_jax.ops.log_linear import KERNELS
+from efla_jax.selfcheck_cases import AWKWARD, BAR, Case, Sizes, Timed, draw, errors_of, segment_ids
 
 NAMES = ("o", "states", "dq", "dk", "du", "derase", "dlog_decay", "dlevel_weights", "dinitial")
 # dk and du are sums of two gradients in bfloat16, one of pairs and one of states, half of 2^-8 / sqrt(3) each.
@@ -68,7 +70,12 @@ class Arguments(NamedTuple):
     cotangents: tuple
 
 
-def arguments_of(case: LogLinearCase, seed: int = 0) -> Arguments:
+def arguments_of(case: LogLinearCase) -> tuple[Arguments, jax.Array | None]:
+    """Of a case, and the ids of its documents."""
+    return drawn(case), segment_ids(case.flat)
+
+
+def drawn(case: LogLinearCase, seed: int = 0) -> Arguments:
     """A prefix has states in the slots that its length has."""
     (*inputs, state), (d_o, _) = draw(case.flat, seed)
     rng, shape = np.random.default_rng(seed + 1), (*state.shape[:2], case.levels, *state.shape[2:])
@@ -83,13 +90,15 @@ def arguments_of(case: LogLinearCase, seed: int = 0) -> Arguments:
 
 
 @functools.cache
-def program(op: str, implementation: str, prefix: bool) -> Callable:
+def program(op: str, implementation: str, prefix: bool, interpret: Any = None) -> Callable:
     """A jitted (arguments, ids) -> outputs, states and gradients by name; prefix: whether there is one."""
 
     def forward(position, ids, q, k, u, erase, log_decay, weights, states):
-        options = {"segment_ids": ids, "implementation": implementation}
-        if prefix:
-            options["initial_state"] = ops.FenwickState(states, position)
+        before = ops.FenwickState(states, position) if prefix else None
+        if interpret is not None:
+            given = None if op == "log_linear_attention" else erase
+            return KERNELS[op](fenwick(q, k, u, given, log_decay, weights, before, ids), 64, interpret=interpret)
+        options = {"initial_state": before, "segment_ids": ids, "implementation": implementation}
         if op == "log_linear_attention":
             o, state = ops.log_linear_attention(q, k, u, log_decay, weights, **options)
         else:
@@ -109,16 +118,30 @@ def program(op: str, implementation: str, prefix: bool) -> Callable:
     return run
 
 
-def ids_of(case: LogLinearCase) -> jax.Array | None:
-    return segment_ids(case.flat)
+def run(case: LogLinearCase, implementation: str, arguments: tuple, interpret: Any = None) -> dict[str, jax.Array]:
+    return program(case.op, implementation, case.before > 0, interpret)(*arguments)
 
 
-def truth_of(case: LogLinearCase, x: Arguments, ids) -> dict[str, jax.Array]:
-    wide = x._replace(inputs=tuple(a.astype(jnp.float32) for a in x.inputs))
-    return program(case.op, "recurrent", case.before > 0)(wide, ids)
+def truth_of(case: LogLinearCase, arguments: tuple) -> dict[str, jax.Array]:
+    """ "recurrent" on the same inputs, widened."""
+    x, ids = arguments
+    return run(case, "recurrent", (x._replace(inputs=tuple(a.astype(jnp.float32) for a in x.inputs)), ids))
 
 
-def floor_of(case: LogLinearCase, name: str) -> float:
-    """An error that passes whatever that of "chunked" is."""
+def beside(case: LogLinearCase, arguments: tuple, truth: dict[str, jax.Array]) -> dict[str, float]:
+    """Errors of "chunked"."""
+    return errors_of(run(case, "chunked", arguments), truth)
+
+
+def bar(case: LogLinearCase, name: str, beside: float) -> float:
     floor = FLOOR_OF_DECAY if name == "dlog_decay" else FLOOR
-    return floor if case.dtype == "bfloat16" else floor / 8
+    return max(BAR[case.dtype] * beside, floor if case.dtype == "bfloat16" else floor / 8)
+
+
+def tiny_cases() -> list[LogLinearCase]:
+    return [LogLinearCase("log_linear_attention", "random", Sizes(1, 150, 1, 1, 64, 64), 9)]
+
+
+def timed() -> Iterator[Timed]:
+    """The benchmark has their times beside those of flat operators and attention."""
+    yield from ()

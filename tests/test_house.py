@@ -15,6 +15,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 LEAVES = {"data", "sharding", "optim", "losses", "checkpoint", "metrics"}
 MODEL_SIDE = {"shapes", "ops", "layers", "model"}
+SELFCHECKED = [f"selfcheck_{name}" for name in ("attention", "conv", "log_linear", "recurrences", "routed")]
 # Beside its own room: kernels -> ops -> layers -> model -> generate, evaluate, train -> experiments.
 # "index" is the package's own __init__: inside the package a name is imported from the room it lives in.
 MAY_IMPORT = {
@@ -34,9 +35,8 @@ MAY_IMPORT = {
     "evaluate": MODEL_SIDE | LEAVES | {"generate"},
     "scoring": MODEL_SIDE | LEAVES | {"generate", "evaluate"},
     "train": MODEL_SIDE | LEAVES | {"generate", "evaluate", "flops"},
-    "selfcheck": {"shapes", "ops", "selfcheck_cases", "selfcheck_attention", "selfcheck_log_linear"},
-    "selfcheck_attention": {"ops", "selfcheck_cases"},
-    "selfcheck_log_linear": {"ops", "selfcheck_cases"},
+    "selfcheck": {"selfcheck_cases", *SELFCHECKED},
+    **{name: {"ops", "selfcheck_cases"} for name in SELFCHECKED},
     "selfcheck_cases": {"ops"},
     "index": MODEL_SIDE | LEAVES | {"generate", "evaluate", "scoring", "flops", "train", "selfcheck"},
     "experiments": {"index", "shapes", "model", "flops", "generate", "evaluate", "scoring", "train", "selfcheck"}

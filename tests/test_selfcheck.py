@@ -1,5 +1,6 @@
 """The check that users run on their GPU: what it calls wrong, what it survives, and what it covers."""
 
+import functools
 import importlib
 import itertools
 
@@ -8,15 +9,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from efla_jax import selfcheck, selfcheck_attention, selfcheck_cases, selfcheck_log_linear
+from efla_jax import (
+    selfcheck,
+    selfcheck_attention,
+    selfcheck_cases,
+    selfcheck_conv,
+    selfcheck_log_linear,
+    selfcheck_recurrences,
+    selfcheck_routed,
+)
 from efla_jax.ops.chunked import chunked
 from efla_jax.selfcheck_attention import AttentionCase
 from efla_jax.selfcheck_cases import Case, Sizes
+from efla_jax.selfcheck_conv import ConvCase
 from efla_jax.selfcheck_log_linear import LogLinearCase
+from efla_jax.selfcheck_routed import RoutedCase
 from tests.lowering import lower_cuda, mosaic_calls
 
 TINY = Sizes(1, 24, 1, 2, 4, 3)
 CASE = Case("delta_rule", "random", TINY)
+RECURRENCES = selfcheck_recurrences
 SLOW = pytest.mark.slow
 
 
@@ -28,9 +40,9 @@ def kernel(monkeypatch):
         for op in ("delta_rule", "linear_attention"):
             monkeypatch.setitem(importlib.import_module(f"efla_jax.ops.{op}").TABLE, "pallas", function)
 
-    selfcheck.program.cache_clear()
+    RECURRENCES.program.cache_clear()
     yield replace
-    selfcheck.program.cache_clear()
+    RECURRENCES.program.cache_clear()
 
 
 def failing(error):
@@ -44,18 +56,18 @@ def failing(error):
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
 def test_a_right_kernel_passes(kernel, op, dtype, monkeypatch):
     kernel(chunked)
-    monkeypatch.setitem(selfcheck.FLOOR, "float32", 0.0)
-    monkeypatch.setitem(selfcheck.BAR, "float32", 2.0)
+    monkeypatch.setitem(selfcheck_cases.FLOOR, "float32", 0.0)
+    monkeypatch.setitem(selfcheck_cases.BAR, "float32", 2.0)
     # Where key heads are shared, "chunked" is measured with a copy of the key for every value head.
-    result = selfcheck.check(Case(op, "random", TINY._replace(key_heads=2), "documents", dtype))
+    result = selfcheck.check(RECURRENCES, Case(op, "random", TINY._replace(key_heads=2), "documents", dtype))
     assert result.complaint is None and result.declined is None
-    assert result.errors == result.chunked and max(result.errors.values()) < 1e-2
+    assert result.errors == result.beside and max(result.errors.values()) < 1e-2
     assert ("derase" in result.errors) == (op == "delta_rule")
 
 
 def test_a_wrong_output_and_its_gradients_fail(kernel):
     kernel(lambda x, size: (chunked(x, size)[0] * 1.02, chunked(x, size)[1]))
-    complaint = selfcheck.check(CASE).complaint
+    complaint = selfcheck.check(RECURRENCES, CASE).complaint
     assert complaint is not None and complaint.startswith("beyond the bar: o, ")
 
 
@@ -66,16 +78,16 @@ def test_a_wrong_gradient_alone_fails(kernel):
 
     same.defjvp(lambda primals, tangents: (primals[0], 1.05 * tangents[0]))
     kernel(lambda x, size: chunked(x._replace(log_decay=same(x.log_decay)), size))
-    assert selfcheck.check(CASE).complaint == "beyond the bar: dlog_decay"
+    assert selfcheck.check(RECURRENCES, CASE).complaint == "beyond the bar: dlog_decay"
 
 
 def test_what_is_not_a_number_fails(kernel):
     kernel(lambda x, size: (chunked(x, size)[0], chunked(x, size)[1] + jnp.nan))
-    assert "state" in selfcheck.check(CASE).complaint
+    assert "state" in selfcheck.check(RECURRENCES, CASE).complaint
 
 
 def test_other_bits_on_repetition_fail(monkeypatch):
-    honest, count = selfcheck.program, itertools.count()
+    honest, count = RECURRENCES.program, itertools.count()
 
     def wavering(op, implementation, interpret=None):
         run = honest(op, "chunked" if implementation == "pallas" else implementation)
@@ -88,8 +100,8 @@ def test_other_bits_on_repetition_fail(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(selfcheck, "program", twice)
-    assert selfcheck.check(CASE).complaint == "another run gave other bits: dinitial"
+    monkeypatch.setattr(RECURRENCES, "program", twice)
+    assert selfcheck.check(RECURRENCES, CASE).complaint == "another run gave other bits: dinitial"
 
 
 def test_one_failure_does_not_hide_the_next_case(kernel, capsys):
@@ -99,7 +111,7 @@ def test_one_failure_does_not_hide_the_next_case(kernel, capsys):
         return chunked(x, size)
 
     kernel(function)
-    assert selfcheck.check_all([CASE, CASE._replace(sizes=TINY._replace(key_dim=5))]) == 1
+    assert selfcheck.check_all([(RECURRENCES, CASE), (RECURRENCES, CASE._replace(sizes=TINY._replace(key_dim=5)))]) == 1
     text = capsys.readouterr().out
     assert "FAILED      | delta_rule, random, B1 T24 G1 H2 K4 V3" in text and "RuntimeError: ptxas said no" in text
     assert "ok          | delta_rule, random, B1 T24 G1 H2 K5 V3" in text and "2 cases, 2 covered, 1 failed" in text
@@ -107,8 +119,8 @@ def test_one_failure_does_not_hide_the_next_case(kernel, capsys):
 
 def test_what_is_declined_is_no_failure_unless_everything_is(kernel, capsys):
     kernel(failing(NotImplementedError("not this size")))
-    assert selfcheck.check(CASE).declined == "not this size"
-    assert selfcheck.check_all([CASE]) == 1
+    assert selfcheck.check(RECURRENCES, CASE).declined == "not this size"
+    assert selfcheck.check_all([(RECURRENCES, CASE)]) == 1
     assert "not covered | delta_rule" in capsys.readouterr().out
 
 
@@ -120,8 +132,9 @@ def test_without_a_gpu_or_a_case_the_status_is_2(arguments, capsys):
 
 
 def test_cases_are_awkward():
-    found = selfcheck.cases()
-    assert len({case.name for case in found}) == len(found)
+    every = [case.name for module in selfcheck.MODULES for case in (*module.cases(), *module.tiny_cases())]
+    assert len(set(every)) == len(every)
+    found = RECURRENCES.cases()
     sizes = [case.sizes for case in found]
     for awkward in (
         lambda s: s.time % 64 and s.time > 64,
@@ -141,96 +154,90 @@ def test_cases_are_awkward():
 
 @pytest.mark.parametrize("inputs", [name for name in selfcheck_cases.AWKWARD if name != "random"])
 def test_every_kind_of_input_is_its_own(inputs):
-    plain, other = (selfcheck.draw(CASE._replace(inputs=name))[0] for name in ("random", inputs))
+    plain, other = (selfcheck_cases.draw(CASE._replace(inputs=name))[0] for name in ("random", inputs))
     assert any(not np.array_equal(a, b) for a, b in zip(plain, other, strict=True))
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in other)
 
 
 def test_documents_and_padding_stand_where_they_hurt():
     case = CASE._replace(sizes=TINY._replace(batch=2, time=200))
-    documents = np.asarray(selfcheck.segment_ids(case._replace(documents="documents")))
+    documents = np.asarray(selfcheck_cases.segment_ids(case._replace(documents="documents")))
     assert documents.min() > 0 and documents[0, 63] != documents[0, 64]
     lengths = [len(list(group)) for _, group in itertools.groupby(documents[1])]
     assert len(lengths) > 2 and np.array_equal(np.sort(documents[1]), documents[1])
-    padding = np.asarray(selfcheck.segment_ids(case._replace(documents="padding")))
+    padding = np.asarray(selfcheck_cases.segment_ids(case._replace(documents="padding")))
     assert not padding[:, 0].any() and not padding[:, -1].any() and 0 < (padding[:, 30:150] == 0).mean() < 0.5
 
 
 def test_times_go_on_where_one_implementation_fails(kernel, capsys, monkeypatch):
     kernel(failing(RuntimeError("out of memory")))
-    monkeypatch.setattr(selfcheck, "TIMED", [("delta_rule", TINY)])
+    monkeypatch.setattr(RECURRENCES, "TIMED", [("delta_rule", TINY)])
     milliseconds = selfcheck.milliseconds
     monkeypatch.setattr(selfcheck, "milliseconds", lambda *a: milliseconds(*a, launches=1, repeats=1))
-    selfcheck.print_times()
+    selfcheck.print_times([RECURRENCES])
     *_, forward, both = capsys.readouterr().out.strip().splitlines()
     for name, row in (("forward", forward), ("forward+backward", both)):
-        *_, measured, failed, time, _ = row.split(" | ".strip())
-        assert (measured.strip(), failed.strip()) == (name, "RuntimeError")
+        *_, measured, failed, time, _ = row.split("|")
+        assert measured.strip().endswith(f", {name}") and failed.strip() == "RuntimeError"
         device, queued = time.replace("(", " ").replace(")", " ").split()
         assert np.isnan(float(device)) and float(queued) > 0  # no stream of a GPU in a trace made here
 
 
-@pytest.mark.parametrize(
-    "case",
-    (
-        AttentionCase("softmax_attention", Sizes(1, 70, 1, 2, 4, 3), documents="documents"),
-        AttentionCase("block_sparse_attention", Sizes(1, 70, 1, 2, 4, 3), 2),
-        pytest.param(AttentionCase("block_sparse_attention", Sizes(1, 3, 1, 2, 4, 3), 2, before=70), marks=SLOW),
-        AttentionCase("softmax_attention", Sizes(1, 1, 1, 2, 4, 3), before=70),
+SMALL, SHARED = Sizes(1, 70, 2, 2, 4, 3), Sizes(1, 70, 1, 2, 4, 3)
+LEVELS = LogLinearCase("log_linear_attention", "random", SHARED._replace(time=24), 4)
+# A case, what a kernel of it has wrong, and how many quantities there are.
+WRONG = (
+    (selfcheck_attention, AttentionCase("softmax_attention", SHARED, documents="documents"), "o", 4),
+    (selfcheck_attention, AttentionCase("block_sparse_attention", SHARED, 2), "dselected", 5),
+    pytest.param(
+        selfcheck_attention, AttentionCase("block_sparse_attention", SHARED, 2, before=70), "o", 1, marks=SLOW
     ),
-    ids=str,
+    (selfcheck_attention, AttentionCase("softmax_attention", SHARED._replace(time=1), before=70), "o", 1),
+    pytest.param(selfcheck_log_linear, LEVELS, "dlevel_weights", 7, marks=SLOW),
+    (selfcheck_log_linear, LEVELS._replace(before=7, documents="padding"), "dlevel_weights", 8),
+    pytest.param(selfcheck_log_linear, LEVELS._replace(op="log_linear_delta_rule", before=7), "derase", 9, marks=SLOW),
+    (selfcheck_routed, RoutedCase("any number", SMALL), "dkeep", 9),
+    pytest.param(
+        selfcheck_routed, RoutedCase("gaps", SMALL, documents="documents", before=7), "dstart", 11, marks=SLOW
+    ),
+    (selfcheck_conv, ConvCase(2, 70, 3, documents="padding", state=True), "dstate", 5),
+    (selfcheck_conv, ConvCase(1, 70, 3, 2, None, bias=False), "dweight", 3),
 )
-def test_attention_passes_where_it_is_right_and_fails_where_not(case, monkeypatch):
-    honest = selfcheck_attention.program
+
+
+@pytest.mark.parametrize("module, case, quantity, count", WRONG, ids=lambda x: getattr(x, "name", ""))
+def test_an_operator_passes_where_it_is_right_and_fails_where_not(module, case, quantity, count, monkeypatch):
+    honest = module.run
 
     def with_error(factor):
-        def program(op, implementation, gradients):
-            run = honest(op, "chunked", gradients)
-            factors = {"o": factor} if implementation == "pallas" else {}
-            return lambda *a: {k: x * factors.get(k, 1) for k, x in run(*a).items()}
+        def run(case, implementation, arguments, interpret=None):
+            if implementation != "pallas":
+                return honest(case, implementation, arguments)
+            found = honest(case, "shifts" if module is selfcheck_conv else "chunked", arguments)
+            return found | {quantity: found[quantity] * factor}
 
-        monkeypatch.setattr(selfcheck_attention, "program", program)
-        return selfcheck.check(case)
+        monkeypatch.setattr(module, "run", run)
+        return selfcheck.check(module, case)
 
     right = with_error(1)
-    assert right.complaint is None and right.errors == right.chunked
+    assert right.complaint is None and right.errors == right.beside and len(right.errors) == count
     assert all(error < (0.2 if name == "dselected" else 1e-2) for name, error in right.errors.items())
-    assert len(right.errors) == (1 if case.before else 5 if case.op == "block_sparse_attention" else 4)
-    assert with_error(1.05).complaint == "beyond the bar: o"
+    assert with_error(1.5 if quantity == "dselected" else 1.05).complaint == f"beyond the bar: {quantity}"
 
 
-@pytest.mark.parametrize("op", ("log_linear_attention", "log_linear_delta_rule"))
-@pytest.mark.parametrize("before", (pytest.param(0, marks=SLOW), 7))
-def test_a_log_linear_operator_passes_where_it_is_right_and_fails_where_not(op, before, monkeypatch):
-    case = LogLinearCase(op, "random", Sizes(2, 24, 1, 2, 4, 3), 4, "padding" if before else None, before)
-    honest = selfcheck_log_linear.program
-
-    def with_error(factor):
-        def program(op, implementation, prefix):
-            run = honest(op, "chunked" if implementation == "pallas" else implementation, prefix)
-            factors = {"dlevel_weights": factor} if implementation == "pallas" else {}
-            return lambda *a: {k: x * factors.get(k, 1) for k, x in run(*a).items()}
-
-        monkeypatch.setattr(selfcheck_log_linear, "program", program)
-        return selfcheck.check(case)
-
-    right = with_error(1)
-    assert right.complaint is None and right.errors == right.chunked and max(right.errors.values()) < 1e-2
-    assert len(right.errors) == len(selfcheck_log_linear.NAMES) - (op == "log_linear_attention") - (before == 0)
-    assert with_error(1.05).complaint == "beyond the bar: dlevel_weights"
+def test_the_convolution_is_not_passed_for_want_of_a_kernel():
+    """The operator itself would go on without one."""
+    declined = selfcheck.check(selfcheck_conv, ConvCase(1, 70, 128)).declined
+    assert declined is not None and declined.startswith("causal_conv: the GPU kernels need an NVIDIA Hopper GPU")
 
 
-@pytest.mark.slow
-def test_every_case_of_the_log_linear_operators_lowers():
-    declined = []
-    for case in selfcheck_log_linear.cases():
-        given = jax.eval_shape(lambda case=case: selfcheck_log_linear.arguments_of(case))
-        run = selfcheck_log_linear.program(case.op, "pallas", case.before > 0)
-        try:
-            assert mosaic_calls(lower_cuda(run, given, selfcheck_log_linear.ids_of(case))) > 0, case.name
-        except NotImplementedError:
-            declined.append(case)
-    assert not [case for case in declined if case.op == "log_linear_attention" and case.sizes.key_dim != 32], declined
+def distinct(cases):
+    """Of cases that run the same programs, one."""
+    kept = {}
+    for case in cases:
+        fields = [f for f in case._fields if f not in ("inputs", "kept")]
+        kept[tuple(x is None if f == "documents" else x for f in fields for x in [getattr(case, f)])] = case
+    return kept.values()
 
 
 def test_times_of_attention_are_a_table(capsys, monkeypatch):
@@ -238,43 +245,35 @@ def test_times_of_attention_are_a_table(capsys, monkeypatch):
     cases = [AttentionCase("softmax_attention", small), AttentionCase("softmax_attention", small, before=70)]
     monkeypatch.setattr(selfcheck_attention, "TIMED", cases)
     monkeypatch.setattr(selfcheck, "device_milliseconds", lambda run, *arguments: len(run(*arguments)))
-    selfcheck.print_attention_times()
+    monkeypatch.setattr(selfcheck, "milliseconds", lambda run, *arguments: 1.0)
+    selfcheck.print_times([selfcheck_attention])
     *_, forward, both, behind = capsys.readouterr().out.strip().splitlines()
     for row, count in ((forward, 1), (both, 4), (behind, 1)):  # "pallas" has no GPU here
-        assert row.endswith(f"| NotImplementedError | {count:.3f} |")
-    assert "| forward+backward |" in both and "behind 70" in behind
+        assert row.endswith(f"| NotImplementedError | {count:.3f} (1.000) |")
+    assert ", forward+backward |" in both and "behind 70" in behind
 
 
 @pytest.mark.slow
-def test_every_case_of_attention_lowers():
-    declined = []
-    for case in selfcheck_attention.cases():
-        given = jax.eval_shape(lambda case=case: selfcheck_attention.draw(case))
-        run = selfcheck_attention.program(case.op, "pallas", not case.before)
+@pytest.mark.parametrize("module", selfcheck.MODULES, ids=lambda module: module.__name__)
+def test_every_case_lowers_or_is_said_not_to_be_covered(module):
+    name, declined = module.__name__.rpartition("check_")[2], []
+    for case in distinct(module.cases()):
+        arguments = jax.eval_shape(lambda case=case: module.arguments_of(case))
         try:
-            assert mosaic_calls(lower_cuda(run, given[0], selfcheck_attention.ids_of(case), given[1])) > 0, case.name
-        except NotImplementedError:
-            declined.append(case.sizes.key_dim)
-    assert declined == [32, 32]
+            run = functools.partial(module.run, case, "pallas")
+            assert mosaic_calls(lower_cuda(run, arguments)) > 0, case.name
+        except NotImplementedError as reason:
+            declined.append(f"{case.name}: {reason}")
+    declined = [line for line in declined if not line.startswith("log_linear_delta_rule")]  # learns one after another
+    assert len(declined) == {"log_linear": 1}.get(name, 2), declined
 
 
 @pytest.mark.slow
-def test_everything_that_runs_on_a_gpu_lowers_for_it():
-    declined = []
-    for case in {(c.op, c.sizes, c.documents is None, c.dtype): c for c in selfcheck.cases()}.values():
-        arguments, cotangents = selfcheck.draw(case)
-        try:
-            run, ids = selfcheck.program(case.op, "pallas"), selfcheck.segment_ids(case)
-            lowered = lower_cuda(run, arguments, ids, cotangents)
-        except NotImplementedError:
-            declined.append(case.name)
-            continue
-        assert mosaic_calls(lowered) > 0, case.name
-    assert len(declined) == 2, declined  # K = V = 256 of either operator
-    for op, sizes in selfcheck.TIMED:
-        avals = jax.eval_shape(lambda sizes=sizes: selfcheck.timed_inputs(sizes))
-        for name, run in selfcheck.passes(op, "pallas").items():
-            assert mosaic_calls(lower_cuda(run, *avals)) > 0, (op, sizes, name)
+def test_what_is_timed_lowers():
+    for op, sizes in RECURRENCES.TIMED:
+        avals = jax.eval_shape(lambda sizes=sizes: selfcheck_cases.timed_inputs(sizes))
+        for name in ("forward", "forward+backward"):
+            assert mosaic_calls(lower_cuda(RECURRENCES.one_pass(op, name, "pallas"), *avals)) > 0, (op, sizes, name)
 
 
 @pytest.mark.slow
