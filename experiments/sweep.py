@@ -9,10 +9,11 @@ to every run. What is not given is the experiment file's own `get_sweep()`, {"ar
 (values)}}, if it has one; fields of --grid stand for its own.
 
 Without --together every run is an `experiments.train` of its own, --jobs of them at once; on a GPU they share it: set
-XLA_PYTHON_CLIENT_PREALLOCATE=false. --together=N trains up to N runs that differ in seed and learning rate only as one
-program (`train.population`), to keep a GPU busy with models of a few thousand parameters; --jobs is then how many
-such programs are compiled and run at once, in one process, program after program on the next of its devices. Such runs
-keep no checkpoint unless --checkpoints is given, and image classifiers among them have no curves under corruption.
+XLA_PYTHON_CLIENT_PREALLOCATE=false. --together=N trains up to N runs that differ in seed, learning rate and weight
+decay only as one program (`train.population`), to keep a GPU busy with models of a few thousand parameters; --jobs is
+then how many such programs are compiled and run at once, in one process, program after program on the next of its
+devices. Such runs keep no checkpoint unless --checkpoints is given, and image classifiers among them have no curves
+under corruption.
 
 results.jsonl gets a row for every run that has ended: its status, scores, config and commit. Runs that have ended with
 the same command are not repeated, so a broken sweep is started again with the same line. Exit status 1 if a run failed;

@@ -20,7 +20,7 @@ from efla_jax.train.population import fit_population
 CLOSE = 2e-4
 
 
-def tiny(seed=0, rate=3e-3, mixer="gated_delta_net", **task):
+def tiny(seed=0, rate=3e-3, mixer="gated_delta_net", weight_decay=0.1, **task):
     config = quickstart.get_config(mixer)
     config.mesh.data, config.seed = 1, seed
     with config.unlocked():
@@ -28,7 +28,8 @@ def tiny(seed=0, rate=3e-3, mixer="gated_delta_net", **task):
             layout="packed", vocab_size=8, length=6, pairs=1, examples=200, test_examples=64, longer=(10,)
         ) | task)  # fmt: skip
     config.model.update(width=16, depth=1, mlp="none", embedding_dropout=0.1)
-    config.optim.update(learning_rate=rate, schedule="cosine", warmup_steps=2, weight_decay=0.1, clip_norm=1.0)
+    config.optim.update(learning_rate=rate, schedule="cosine", warmup_steps=2, clip_norm=1.0)
+    config.optim.weight_decay = weight_decay
     config.train.update(steps=15, log_every=5, eval_every=10, stop_at=0.0)
     return train.plain(config)
 
@@ -38,8 +39,8 @@ def scored(folder):
 
 
 def test_every_member_is_what_it_is_by_itself(tmp_path):
-    """Seed and rate are a member's own; one that diverges ends, and the others go on."""
-    configs = [tiny(seed, rate) for seed, rate in ((0, 3e-3), (0, 1e38), (5, 1e-2))]
+    """Seed, rate and decay are a member's own; one that diverges ends, and the others go on."""
+    configs = [tiny(*own) for own in ((0, 3e-3), (0, 1e38), (5, 1e-2, "gated_delta_net", 3.0))]
     for config in configs:
         config["train"]["max_skipped"] = 3
     folders = [tmp_path / str(number) for number in range(3)]
@@ -72,6 +73,7 @@ def test_every_mixer_goes_through_vmap(mixer, tmp_path):
         more = {"chunk_size": 16} if mixer == "nats_l" else {"state_dim": 8} if mixer.endswith("mamba2") else {}
         config["model"]["mixers"], config["model"]["mixer_options"] = (mixer,), {mixer: {"num_heads": 2, **more}}
         config["train"].update(steps=3, log_every=1)
+        config["optim"]["decay"] = "all"
     found = fit_population(configs, [tmp_path / "0", tmp_path / "1"])
     alone = train.fit(configs[1], tmp_path / "alone")
     for name, value in alone.scores.items():
@@ -119,14 +121,14 @@ def test_a_member_ends_at_its_goal_and_keeps_those_scores(tmp_path):
 def test_configs_that_are_no_population_are_refused(tmp_path):
     wider, averaged = tiny(1), tiny(1)
     wider["model"]["width"], averaged["optim"]["ema_decay"] = 8, 0.9
-    for configs, message in (([tiny(), wider], "differ in more than seed and optim.learning_rate"),
+    for configs, message in (([tiny(), wider], "differ in more than seed, optim.learning_rate"),
                              ([averaged, averaged], "set ema_decay and adam_learning_rate to 0"),
                              ([tiny(), tiny(rate=-1.0)], "learning_rate=-1.0 must be > 0")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             fit_population(configs, [tmp_path / "a", tmp_path / "b"])
     lengths = [tiny(seed, length=(6, 8), pairs=(1, 1)) for seed in (0, 1)]
     assert population.shared(lengths[0]) != population.shared(lengths[1])  # their batches come in different orders
-    assert population.shared(tiny(0, 1e-3)) == population.shared(tiny(1, 1e-2))
+    assert population.shared(tiny(0, 1e-3)) == population.shared(tiny(1, 1e-2, weight_decay=0.0))
 
 
 def test_no_kernel_is_taken_inside(monkeypatch):

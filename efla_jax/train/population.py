@@ -1,4 +1,4 @@
-"""Many small models in one program: runs that differ in their seed and learning rate only, side by side under vmap.
+"""Many small models in one program: runs that differ in seed, learning rate and weight decay only, under one vmap.
 
     found = fit_population([config, other], ["runs/a", "runs/b"])          # one `Outcome` per config
 
@@ -10,6 +10,7 @@ operators: no GPU has run the kernels under this vmap.
 
 import contextlib
 import functools
+import inspect
 import io
 import json
 import math
@@ -50,7 +51,8 @@ class Outcome(NamedTuple):
 
 
 class Population(NamedTuple):
-    """What members share. which [M]: the dataset of each member; rates [M]: their learning rates."""
+    """What members share. which [M]: the dataset of each member; rates, decays [M]: their learning rates and weight
+    decays; optimizer: of rate 1 without decay."""
 
     config: Mapping[str, Any]
     model: nn.Module
@@ -59,14 +61,16 @@ class Population(NamedTuple):
     datasets: tuple
     which: jax.Array
     rates: jax.Array
+    decays: jax.Array
     seeds: jax.Array
 
 
 def shared(config: Mapping[str, Any]) -> str:
-    """What members of one population have in common, as text: all of a config but seed and learning rate. Rows of
-    several lengths come in an order of their seed, so that it is shared, too."""
+    """What members of one population have in common, as text: all of a config but seed, learning rate and weight decay.
+    Rows of several lengths come in an order of their seed, so that it is shared, too."""
     common = json.loads(json.dumps(config))
     del common["optim"]["learning_rate"]
+    common["optim"].pop("weight_decay", None)
     if isinstance(common["data"].get("task", {}).get("length", 0), int):
         del common["seed"]
     return json.dumps(common, sort_keys=True)
@@ -79,7 +83,9 @@ def build(configs: Configs) -> Population:
         settings.check_sections(config)
         settings.check_train(config["train"])
         if shared(config) != shared(first):
-            raise ValueError("configs: they differ in more than seed and optim.learning_rate; train them apart.")
+            raise ValueError(
+                "configs: they differ in more than seed, optim.learning_rate and optim.weight_decay; train them apart."
+            )
         if config["optim"].get("ema_decay") or config["optim"].get("adam_learning_rate"):
             raise ValueError(
                 "config.optim: an average and a second rate depend on the learning rate in ways that a population does"
@@ -88,17 +94,19 @@ def build(configs: Configs) -> Population:
     steps = {"total_steps": first["train"]["steps"]}
     for config in configs:
         settings.section(config, "optim", optim.make_optimizer, steps)
-    # Every update is proportional to the peak rate, so that of rate 1 times a member's is its own.
-    unit = {"optim": {**first["optim"], "learning_rate": 1.0}}
+    # Every update is proportional to the peak rate, so that of rate 1 times a member's is its own, and decay is added.
+    unit = {"optim": {**first["optim"], "learning_rate": 1.0, "weight_decay": 0.0}}
     optimizer, schedule = settings.section(unit, "optim", optim.make_optimizer, steps)
     by_seed = {config["seed"]: settings.build_dataset(config) for config in configs}
     model = settings.build_model(first, next(iter(by_seed.values())))
+    default = inspect.signature(optim.make_optimizer).parameters["weight_decay"].default
     settings.check_penalty(first)
     seeds = list(by_seed)
     return Population(
         first, model, optimizer, schedule, tuple(by_seed.values()),
         jnp.asarray([seeds.index(config["seed"]) for config in configs], jnp.int32),
         jnp.asarray([config["optim"]["learning_rate"] for config in configs], jnp.float32),
+        jnp.asarray([config["optim"].get("weight_decay", default) for config in configs], jnp.float32),
         jnp.asarray([config["seed"] for config in configs], jnp.uint32),
     )  # fmt: skip
 
@@ -111,15 +119,20 @@ def begin(population: Population) -> TrainState:
 
 
 def make_population_step(population: Population) -> Callable:
-    """The jitted, donated (states, batches) -> (states, report): `make_step` for every member at its own rate; batches
-    have one row per dataset, leaves [S, B, ...]."""
+    """The jitted, donated (states, batches) -> (states, report): `make_step` for every member at its own rate and
+    decay; batches have one row per dataset, leaves [S, B, ...]."""
     options = population.config["train"]
     fields = {name: options[name] for name in ("accumulate", "loss_chunk", "z_loss", "softmax_penalty")}
 
-    def member(state, rate, batch):
+    everything = population.config["optim"].get("decay") == "all"
+
+    def member(state, rate, decay, batch):
         def update(gradients, state, params=None):
-            updates, state = population.optimizer.update(gradients, state, params)
-            return jax.tree.map(lambda u: rate * u, updates), state
+            updates, after = population.optimizer.update(gradients, state, params)
+            pull = jnp.where(after.skipped_in_a_row > 0, 0.0, decay * population.schedule(state.count))
+            decays = jax.tree.map(lambda _: True, params) if everything else optim.decay_mask(params)
+            moves = jax.tree.map(lambda u, p, d: rate * (u - pull * p if d else u), updates, params, decays)
+            return moves, after
 
         scaled = optax.GradientTransformation(population.optimizer.init, update)
         step = make_step(population.model, scaled, lambda count: rate * population.schedule(count), **fields)
@@ -128,7 +141,7 @@ def make_population_step(population: Population) -> Callable:
     @functools.partial(jax.jit, donate_argnums=0)
     def step(states, batches):
         batches = jax.tree.map(lambda x: x[population.which], batches)
-        return jax.vmap(member)(states, population.rates, batches)
+        return jax.vmap(member)(states, population.rates, population.decays, batches)
 
     return step
 
