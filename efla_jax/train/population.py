@@ -120,10 +120,10 @@ def begin(population: Population) -> TrainState:
 
 def make_population_step(population: Population) -> Callable:
     """The jitted, donated (states, batches) -> (states, report): `make_step` for every member at its own rate and
-    decay; batches have one row per dataset, leaves [S, B, ...]."""
+    decay; batches have one row per dataset, leaves [S, B, ...]. Nothing of a member is a constant of the program, so
+    that a compilation cache has it for as many members of other seeds and rates."""
     options = population.config["train"]
     fields = {name: options[name] for name in ("accumulate", "loss_chunk", "z_loss", "softmax_penalty")}
-
     everything = population.config["optim"].get("decay") == "all"
 
     def member(state, rate, decay, batch):
@@ -139,11 +139,11 @@ def make_population_step(population: Population) -> Callable:
         return step.__wrapped__(state, batch)  # what is jitted and donated is the whole population
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def step(states, batches):
-        batches = jax.tree.map(lambda x: x[population.which], batches)
-        return jax.vmap(member)(states, population.rates, population.decays, batches)
+    def step(states, batches, which, rates, decays):
+        batches = jax.tree.map(lambda x: x[which], batches)
+        return jax.vmap(member)(states, rates, decays, batches)
 
-    return step
+    return lambda states, batches: step(states, batches, population.which, population.rates, population.decays)
 
 
 def make_population_sums(population: Population) -> Callable:
@@ -156,10 +156,10 @@ def make_population_sums(population: Population) -> Callable:
         return batch_sums(population.model, params, batch, chunk=chunk), tallies
 
     @jax.jit
-    def sums(params, batches):
-        return jax.vmap(one)(params, jax.tree.map(lambda x: x[population.which], batches))
+    def sums(params, batches, which):
+        return jax.vmap(one)(params, jax.tree.map(lambda x: x[which], batches))
 
-    return sums
+    return lambda params, batches: sums(params, batches, population.which)
 
 
 def stacked(batches: Sequence[Mapping[str, np.ndarray]], least: int = 1) -> dict[str, np.ndarray]:
