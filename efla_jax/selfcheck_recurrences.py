@@ -44,7 +44,10 @@ def cases() -> list[Case]:
         found += [Case(op, "parallel keys", ODD, "documents"), Case(op, "decay -1e4", ODD, "documents")]
         found += [Case(op, "random", Sizes(1, 40, 1, 2, 64, 128)), Case(op, "random", Sizes(3, 64, 3, 3, 64, 64))]
         found += [Case(op, "random", Sizes(2, 130, 1, 4, 128, 64), "documents")]
-        found += [Case(op, "random", Sizes(1, 100, 1, 1, 256, 256))]
+        found += [Case(op, "random", Sizes(2, 200, 1, 2, 256, 256)), Case(op, "random", Sizes(1, 70, 2, 2, 256, 64))]
+        found += [Case(op, "parallel keys", Sizes(1, 130, 1, 2, 256, 512), "documents")]
+        found += [Case(op, "random", Sizes(1, 2048, 1, 2, 256, 128), "documents")]  # the time in parts
+        found += [Case(op, "random", Sizes(1, 100, 1, 1, 192, 128))]
         found += [Case(op, "parallel keys", ODD, dtype="float16")]
         # Few rows and much time, which the kernels cut into parts; documents end inside some and span others.
         found += [Case(op, "random", Sizes(1, 4096, 1, 2, 128, 128)), Case(op, "random", ODD._replace(time=1))]

@@ -12,11 +12,12 @@ import math
 import jax.numpy as jnp
 
 from efla_jax.kernels import delta_rule_mosaic as mosaic
+from efla_jax.kernels import delta_rule_wide as wide
 from efla_jax.kernels.delta_rule_parts import part_starts, summarise
 from efla_jax.kernels.delta_rule_reverse import never_zero
 from efla_jax.kernels.mosaic import narrow_indices
 
-KEY_DIMS = (64, 128)
+KEY_DIMS = (64, 128, 256)
 DTYPES = ("bfloat16", "float16")
 SHARED_MEMORY = 227 * 1024  # bytes that a program may use on a Hopper GPU
 
@@ -63,6 +64,8 @@ def config_for(device_kind: str, key_dim: int, value_dim: int, dtype) -> Config:
 
 def unsupported(key_dim: int, value_dim: int, dtype, step: str | None = None) -> str | None:
     """Why the kernels cannot serve these sizes, or None; step: of raw keys, or None."""
+    if step is not None and key_dim > 128:
+        return f"K = {key_dim} of raw keys: a key head has 64 or 128 channels"
     if step is not None and jnp.dtype(dtype).name == "float16":
         return "dtype float16: what is written per raw key may leave its range; use bfloat16"
     if jnp.dtype(dtype).name not in DTYPES:
@@ -93,7 +96,7 @@ def layout_of(config: Config, sizes: mosaic.Sizes) -> tuple[int, int]:
         summary = config.summary[together - 1] * waves(programs)
         return sizes.chunks // parts * (walk + summary) + parts * config.combine
 
-    groups = [groups for groups in (1, 2) if value_dim % (64 * groups) == 0]
+    groups = [groups for groups in (1, 2 - sizes.wide) if value_dim % (64 * groups) == 0]
     parts = [parts for parts in range(1, 65) if sizes.chunks % parts == 0]
     return min(((g, p) for p in parts for g in groups), key=lambda layout: microseconds(*layout))
 
@@ -127,7 +130,8 @@ def forward(
     chunk up to and including the token, or None; initial_state [B, H, K, V] float32. saved is what the backward needs:
     (I + A)^-1 [B, H, T, 64] and, per chunk, the gate vectors [B, H, N, 5, 64] float32 (for the heads of the gates) and
     the state at the start [B, H, N, V, K], 16-bit. interpret: Mosaic's parameters. step: None, or a name of
-    `delta_flow.STEPS`: then k is raw, u is v, erase is beta, and saved has the |k|^2 [B, H, T] float32, too.
+    `delta_flow.STEPS`: then k is raw, u is v, erase is beta, and saved has the |k|^2 [B, H, T] float32, too. With
+    K = 256 it has what was written [B, T, H, V].
     keep: None, or for the heads of the gates [B, H, N] float32, what a chunk leaves of all that it has written."""
     sizes = mosaic.Sizes.of(k, u, erase)
     plan = plan_for(config, sizes, documents=documents is not None, save=save, interpret=interpret is not None)
@@ -147,6 +151,9 @@ def forward(
     if plan.parts > 1:
         whole = dataclasses.replace(plan, groups=summary_groups(plan.groups, sizes))
         starts = part_starts(*summarise(k, u, inverse, gates, plan=whole, interpret=interpret), initial_state)
-    o, last, states = mosaic.walk(q, k, u, inverse, gates, starts, plan=plan, interpret=interpret)
-    saved = (inverse, gates, states, *([] if step is None else [square])) if save else None
+    over_chunk = wide.walk_chunk if sizes.wide else mosaic.walk_chunk
+    o, last, *states = mosaic.walk(
+        q, k, u, inverse, gates, starts, plan=plan, over_chunk=over_chunk, interpret=interpret
+    )
+    saved = (inverse, gates, *states, *([] if step is None else [square])) if save else None
     return o, last[-1], saved

@@ -17,10 +17,14 @@ runs the program of the device.
 The cotangent of the log decay is made of row and column sums of M, which nearly cancel when keys are nearly parallel:
 they are taken of float32 products before anything is rounded. Only <S, D> is of rounded factors.
 
+A key of 256 channels is two of 128: given W, which its forward saves, all of this is a sum over channels of K, but for
+dQ and dK, whose columns they are. Each half of a chunk is a chunk to this program.
+
 With raw keys (`delta_flow.py`) the same holds with s for e, T for the inverse, V for U and N for W. There is one more
 vector, dV . V of each token, for d w, and dK has what the coefficients send along k.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +33,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from efla_jax.kernels import delta_rule_wide as wide
 from efla_jax.kernels.delta_flow import slopes
 from efla_jax.kernels.delta_rule_reverse import (
     CHUNK,
@@ -56,7 +61,8 @@ from efla_jax.kernels.mosaic import (
     transposed,
 )
 
-DIMENSIONS = (64, 128)  # of keys and of values: at most two tiles, one for each compute warpgroup
+KEY_DIMS = (64, 128, 256)
+VALUE_DIMS = (64, 128)  # at most two tiles, one for each compute warpgroup
 GROUPS = 2  # compute warpgroups
 SLOTS = 2  # in which a chunk's or a tile's loads may lie
 REGISTERS = 240, 24  # of a thread that computes, that loads: (2 * 240 + 24) * 128, what the threads start with
@@ -65,8 +71,8 @@ MIXED, COLUMN, READ, SEEN, LEFT, STATE, VALUE = range(SUMS)
 
 
 class Inputs(NamedTuple):
-    """Arguments of `gradients` in device memory; documents may be absent, of_value and of_seen [B, H, T] are those of
-    `delta_flow.Slopes`, with raw keys."""
+    """Arguments of `gradients` in device memory; u is W if keys come in halves; documents may be absent, of_value and
+    of_seen [B, H, T] are those of `delta_flow.Slopes`, with raw keys."""
 
     q: Any
     k: Any
@@ -90,7 +96,7 @@ class Memory(NamedTuple):
     inverse: Any  # [slots, C, C]
     gates: Any  # [slots, GATES, C]
     vectors: Any  # [slots, 2 or 4, C]: erase, document; with raw keys of_value, of_seen
-    u: Any  # [slots, C, 64]
+    u: Any  # [slots, C, 64]: u, or W
     values: Any  # [2, slots, C, 64]: dO, dP
     starts: Any  # [slots, K // 64, 64, 64]: S^T
     ends: Any  # [slots, K // 64, 64, 64]: D^T
@@ -153,10 +159,12 @@ def tile_slots(sizes: Sizes, slot) -> list:
 
 
 def load_chunk(x: Inputs, memory: Memory, sizes: Sizes, place: tuple, turn) -> None:
-    """Load the chunk at place (b, h, chunk), as soon as its slots are free; `turn` counts this program's chunks."""
-    (b, h, chunk), gate_head = place, sizes.gate_head(place[1])
+    """Load the chunk at place (b, h, half of K, chunk), as soon as its slots are free; `turn` counts this program's
+    chunks."""
+    (b, h, half, chunk), gate_head = place, sizes.gate_head(place[1])
     g, tokens, slot = sizes.key_head(h), pl.ds(chunk * CHUNK, CHUNK), lax.rem(turn, SLOTS)
-    columns = [pl.ds(i * TILE, TILE) for i in range(max(sizes.key_tiles, sizes.value_tiles))]
+    columns = [pl.ds(i * TILE, TILE) for i in range(sizes.value_tiles)]
+    key_columns = [pl.ds(half * sizes.key_dim + i * TILE, TILE) for i in range(sizes.key_tiles)]
 
     def start(source, target, barrier):
         plgpu.copy_gmem_to_smem(source, target, barrier)
@@ -167,7 +175,7 @@ def load_chunk(x: Inputs, memory: Memory, sizes: Sizes, place: tuple, turn) -> N
     loaded = memory.loaded.at[slot]
     wait(memory.free.at[slot], SLOTS)
     for i in range(sizes.key_tiles):
-        start(x.k.at[b, tokens, g, columns[i]], memory.keys.at[1 + slot, i], loaded)
+        start(x.k.at[b, tokens, g, key_columns[i]], memory.keys.at[1 + slot, i], loaded)
     start(x.inverse.at[b, gate_head, tokens], memory.inverse.at[slot], loaded)
     start(x.gates.at[b, gate_head, chunk], memory.gates.at[slot], loaded)
     start(x.erase.at[b, gate_head, tokens], memory.vectors.at[slot, 0], loaded)
@@ -180,15 +188,15 @@ def load_chunk(x: Inputs, memory: Memory, sizes: Sizes, place: tuple, turn) -> N
         wait(memory.free_tile.at[at], SLOTS // sizes.value_tiles)
         loaded = memory.loaded_tile.at[at]
         for i in range(sizes.key_tiles):
-            start(x.starts.at[b, h, chunk, columns[j], columns[i]], memory.starts.at[at, i], loaded)
+            start(x.starts.at[b, h, chunk, columns[j], key_columns[i]], memory.starts.at[at, i], loaded)
         start(x.u.at[b, tokens, h, columns[j]], memory.u.at[at], loaded)
         start(x.d_o.at[b, tokens, h, columns[j]], memory.values.at[0, at], loaded)
         start(x.d_u.at[b, tokens, h, columns[j]], memory.values.at[1, at], loaded)
         for i in range(sizes.key_tiles):
-            start(x.ends.at[b, h, chunk, columns[j], columns[i]], memory.ends.at[at, i], loaded)
+            start(x.ends.at[b, h, chunk, columns[j], key_columns[i]], memory.ends.at[at, i], loaded)
     wait(memory.free_q, 1)
     for i in range(sizes.key_tiles):
-        start(x.q.at[b, tokens, g, columns[i]], memory.keys.at[0, i], memory.loaded_q)
+        start(x.q.at[b, tokens, g, key_columns[i]], memory.keys.at[0, i], memory.loaded_q)
 
 
 def drain(memory: Memory, sizes: Sizes, turns: int) -> None:
@@ -243,20 +251,27 @@ def write_written(memory: Memory, at: Chunk, raw_keys: bool) -> None:
     memory.written[at.group] = product((room, memory.inverse.at[at.slot].T)).astype(dtype)
 
 
-def state_products(memory: Memory, at: Chunk) -> tuple[jax.Array, ...]:
+def written_tiles(memory: Memory, at: Chunk, given: bool) -> list[tuple]:
+    """(W [C, 64], W^T) in shared memory of the tiles of V."""
+    if given:
+        return [(memory.u.at[slot], memory.u.at[slot].T) for slot in at.tile_slots]
+    return [(memory.written.at[i].T, memory.written.at[i]) for i in range(len(at.tile_slots))]
+
+
+def state_products(memory: Memory, at: Chunk, written: list[tuple]) -> tuple[jax.Array, ...]:
     """Of 64 columns of K, in . dO S^T and out . W D^T - e in . dP S^T [C, 64]; dO W^T or dP W^T [C, C]; all float32.
 
     The last that is read of the tiles of V. In rounds of two products, for the sake of registers."""
     gates, values, sums = memory.gates.at[at.slot], memory.values.at[at.group], memory.sums.at[at.group]
-    tiles = [(memory.written.at[i], slot) for i, slot in enumerate(at.tile_slots)]
-    both = sum(matrix(memory.starts.at[s, at.tile]) * matrix(memory.ends.at[s, at.tile]) for _, s in tiles)
+    tiles = [(*both, slot) for both, slot in zip(written, at.tile_slots, strict=True)]
+    both = sum(matrix(memory.starts.at[s, at.tile]) * matrix(memory.ends.at[s, at.tile]) for *_, s in tiles)
     sums.at[STATE][...] = jnp.sum(both, axis=1)
 
     def of_keys(acc_erased, acc_kept):
-        for _, slot in tiles:
+        for *_, slot in tiles:
             plgpu.wgmma(acc_erased, memory.values.at[1, slot], memory.starts.at[slot, at.tile])
-        for written, slot in tiles:
-            plgpu.wgmma(acc_kept, written.T, memory.ends.at[slot, at.tile])
+        for w, _, slot in tiles:
+            plgpu.wgmma(acc_kept, w, memory.ends.at[slot, at.tile])
         keys = matrix(memory.keys.at[1 + at.slot, at.tile])
         erased = accumulated(acc_erased, wait_n=len(tiles)) * by_row(gates.at[INTO], TILE)
         sums.at[SEEN][...] = jnp.sum(keys * erased, axis=1)
@@ -265,10 +280,10 @@ def state_products(memory: Memory, at: Chunk) -> tuple[jax.Array, ...]:
         return kept - erased * by_row(memory.vectors.at[at.slot, 0], TILE)
 
     def of_queries(acc_read, acc_pairs):
-        for _, slot in tiles:
+        for *_, slot in tiles:
             plgpu.wgmma(acc_read, memory.values.at[0, slot], memory.starts.at[slot, at.tile])
-        for written, slot in tiles:
-            plgpu.wgmma(acc_pairs, values.at[slot], written)
+        for _, transposed_w, slot in tiles:
+            plgpu.wgmma(acc_pairs, values.at[slot], transposed_w)
         read = accumulated(acc_read, wait_n=len(tiles)) * by_row(gates.at[INTO], TILE)
         return read, accumulated(acc_pairs, wait_n=0)
 
@@ -358,7 +373,7 @@ def gate_gradients(memory: Memory, at: Chunk, sizes: Sizes) -> None:
 
 def compute_chunk(memory: Memory, sizes: Sizes, where: tuple, turn, group, results: tuple) -> None:
     """A chunk's gradients by the two warpgroups that compute, from loads to stores."""
-    (b, h, chunk), slot = where, lax.rem(turn, SLOTS)
+    (b, h, half, chunk), slot = where, lax.rem(turn, SLOTS)
     tokens, (d_q, d_k, d_erase, d_decay, *others) = pl.ds(chunk * CHUNK, CHUNK), results
     place, tile = lax.rem(slot + group, SLOTS), group if sizes.key_tiles == GROUPS else 0
     at = Chunk(slot, tile_slots(sizes, slot), [slot, 1 - slot], group, place, tile)
@@ -367,12 +382,14 @@ def compute_chunk(memory: Memory, sizes: Sizes, where: tuple, turn, group, resul
     for tile_slot in at.tile_slots:
         plgpu.barrier_wait(memory.loaded_tile.at[tile_slot])
 
-    @pl.when(group < sizes.value_tiles)
-    def _():
-        write_written(memory, at, sizes.raw_keys)
+    if sizes.halves == 1:
 
-    meet(memory.wrote)
-    read, kept, pairs = state_products(memory, at)
+        @pl.when(group < sizes.value_tiles)
+        def _():
+            write_written(memory, at, sizes.raw_keys)
+
+    meet(memory.wrote)  # where nothing is written, so that nobody is a chunk ahead
+    read, kept, pairs = state_products(memory, at, written_tiles(memory, at, sizes.halves > 1))
     plgpu.commit_smem()  # what was read may be loaded over
     for tile_slot in at.tile_slots:
         plgpu.barrier_arrive(memory.free_tile.at[tile_slot])
@@ -381,7 +398,8 @@ def compute_chunk(memory: Memory, sizes: Sizes, where: tuple, turn, group, resul
     write_pairs(memory, at, pairs, sizes.documents)
     b_pairs, x = (memory.pairs.at[i] for i in at.places)
     q, k = memory.keys.at[0, tile], memory.keys.at[1 + slot, tile]
-    target = b, tokens, h, pl.ds(at.tile * TILE, TILE)
+    column = at.tile * TILE if sizes.halves == 1 else half * sizes.key_dim + at.tile * TILE
+    target, gate_target = (b, tokens, h, pl.ds(column, TILE)), (b, h * sizes.halves + half, tokens)
     gradient = read + product((b_pairs, k))
 
     @pl.when(group < sizes.key_tiles)
@@ -402,23 +420,24 @@ def compute_chunk(memory: Memory, sizes: Sizes, where: tuple, turn, group, resul
     @pl.when(group == 0)
     def _():
         gate_gradients(memory, at, sizes)
-        plgpu.copy_smem_to_gmem(memory.results.at[0], d_decay.at[b, h, tokens])
-        plgpu.copy_smem_to_gmem(memory.results.at[1], d_erase.at[b, h, tokens])
+        plgpu.copy_smem_to_gmem(memory.results.at[0], d_decay.at[gate_target])
+        plgpu.copy_smem_to_gmem(memory.results.at[1], d_erase.at[gate_target])
         rows = [3] * sizes.raw_keys + [2] * sizes.routed
         for result, target in zip(rows, others, strict=True):
-            plgpu.copy_smem_to_gmem(memory.results.at[result], target.at[b, h, tokens])
+            plgpu.copy_smem_to_gmem(memory.results.at[result], target.at[gate_target])
 
     plgpu.barrier_arrive(memory.free.at[slot])
 
 
 def gradients(x: Inputs, sizes: Sizes, programs: int, automatic_barriers: bool, *, interpret=None) -> tuple:
     """(dq, dk [B, T, H, K], d_erase, d_log_decay [B, H, T] float32) from everything that `backward` got, du and D; with
-    raw keys dV . V, and with chunks that keep a part of what they write k . (out . W D^T), [B, H, T] float32, too.
+    raw keys dV . V, and with chunks that keep a part of what they write k . (out . W D^T), [B, H, T] float32, too. Of
+    keys in halves K is that of both, and each has its part of what is [B, 2 H, T] then.
 
     The chunks of all rows are dealt out to so many programs, a divisor of their number."""
     dtype, names = x.k.dtype, [name for name, array in x._asdict().items() if array is not None]
     results_of = 4 + sizes.raw_keys + sizes.routed
-    turns = sizes.batch * sizes.heads * sizes.chunks // programs
+    turns = sizes.batch * sizes.heads * sizes.halves * sizes.chunks // programs
 
     def body(*refs):
         inputs, refs = Inputs(**dict(zip(names, refs, strict=False))), refs[len(names) :]
@@ -427,8 +446,11 @@ def gradients(x: Inputs, sizes: Sizes, programs: int, automatic_barriers: bool, 
 
         def place(turn) -> tuple:
             number = turn * programs + program
+            half: Any = 0
+            if sizes.halves > 1:
+                number, half = lax.div(number, sizes.halves), lax.rem(number, sizes.halves)
             row, chunk = lax.div(number, sizes.chunks), lax.rem(number, sizes.chunks)
-            return lax.div(row, sizes.heads), lax.rem(row, sizes.heads), chunk
+            return lax.div(row, sizes.heads), lax.rem(row, sizes.heads), half, chunk
 
         @pl.when(group == GROUPS)
         def _():
@@ -444,8 +466,8 @@ def gradients(x: Inputs, sizes: Sizes, programs: int, automatic_barriers: bool, 
             plgpu.wait_smem_to_gmem(0)
 
     summed = jnp.float32 if sizes.heads > sizes.key_heads else dtype  # a sum of heads is rounded once, at its end
-    keys = jax.ShapeDtypeStruct((sizes.batch, sizes.time, sizes.heads, sizes.key_dim), summed)
-    gates = jax.ShapeDtypeStruct((sizes.batch, sizes.heads, sizes.time), jnp.float32)
+    keys = jax.ShapeDtypeStruct((sizes.batch, sizes.time, sizes.heads, sizes.halves * sizes.key_dim), summed)
+    gates = jax.ShapeDtypeStruct((sizes.batch, sizes.heads * sizes.halves, sizes.time), jnp.float32)
     return plgpu.kernel(
         body,
         out_type=(keys, keys, *[gates] * (results_of - 2)),
@@ -470,18 +492,20 @@ def backward(
     [B, H, T] float32, or fewer, each for several of the value heads that read one key head, and so their cotangents;
     documents [B, T] float32 or None: how many documents have begun inside the chunk up to each token; saved:
     (inverse [B, H, T, 64] and gates [B, H, N, 5, 64] float32 for the heads of erase, states at the chunks' starts
-    [B, H, N, V, K]); d_final [B, H, V, K] float32, of the final state. T is a multiple of 64, K and V in DIMENSIONS.
+    [B, H, N, V, K], and for K = 256 what was written [B, T, H, V]); d_final [B, H, V, K] float32, of the final state. T
+    is a multiple of 64, K in KEY_DIMS, V in VALUE_DIMS.
     dq and dk are of each value head, float32 where they are to be summed: those of a key head are their sum.
     step and keep: those of the forward, or None. With a step, saved has the squared lengths of the keys at its end;
     with keep, its cotangent comes after d_log_decay.
 
     Raises NotImplementedError for other sizes."""
-    inverse, gates, starts, *square = saved
+    inverse, gates, starts, *more = saved
     (batch, time, key_heads, key_dim), (heads, value_dim) = k.shape, u.shape[2:]
-    if not {key_dim, value_dim} <= set(DIMENSIONS) or time % CHUNK or k.dtype.itemsize != 2:
+    covered = key_dim in KEY_DIMS and value_dim in VALUE_DIMS and time % CHUNK == 0 and k.dtype.itemsize == 2
+    if not covered or (step is not None and key_dim > 128):
         raise NotImplementedError(
-            f"delta rule backward: K and V must be in {DIMENSIONS}, T a multiple of {CHUNK}, k of 16 bits; got"
-            f" K = {key_dim}, V = {value_dim}, T = {time}, {k.dtype}."
+            f"delta rule backward: K must be in {KEY_DIMS} (raw keys: at most 128), V in {VALUE_DIMS}, T a multiple of"
+            f" {CHUNK}, k of 16 bits; got K = {key_dim}, V = {value_dim}, T = {time}, {k.dtype}."
         )
     config = ReverseConfig() if config is None else config
     sharing = heads // erase.shape[1]
@@ -497,18 +521,22 @@ def backward(
         step is not None,
         keep is not None,
     )
+    over_chunk = wide.reverse_chunk if sizes.wide else None
     d_u, ends, d_initial = reverse(
-        q, k, inverse, gates, documents, d_o, d_final, sizes=sizes, config=config, interpret=interpret
-    )
+        q, k, inverse, gates, documents, d_o, d_final,
+        sizes=sizes, config=config, over_chunk=over_chunk, interpret=interpret,
+    )  # fmt: skip
+    if sizes.wide:
+        sizes, u = dataclasses.replace(sizes, key_dim=key_dim // 2, halves=2), more.pop()
     inputs = Inputs(q, k, u, d_o, d_u, inverse, starts, ends, gates, erase, documents)
     if step is not None:
-        slope = slopes(step, erase, log_decay, *square)
+        slope = slopes(step, erase, log_decay, *more)
         inputs = inputs._replace(erase=slope.seen, of_value=slope.of_value, of_seen=slope.of_seen)
-    chunks = batch * heads * sizes.chunks
+    chunks = batch * heads * sizes.halves * sizes.chunks
     programs = max(p for p in range(1, config.multiprocessors + 1) if chunks % p == 0)
     d_q, d_k, *d_gates = gradients(inputs, sizes, programs, config.automatic_barriers, interpret=interpret)
-    if sharing > 1:
-        d_gates = [x.reshape(batch, -1, sharing, time).sum(2) for x in d_gates]
+    if sharing * sizes.halves > 1:
+        d_gates = [x.reshape(batch, -1, sharing * sizes.halves, time).sum(2) for x in d_gates]
     d_erase, d_decay, *others = d_gates
     if step is not None:
         d_erase, d_more = slope.gates(others.pop(0), d_erase)

@@ -73,6 +73,11 @@ class Sizes:
     def chunks(self) -> int:
         return self.time // CHUNK
 
+    @property
+    def wide(self) -> bool:
+        """Whether a state of 64 columns takes half of a thread's registers: see `delta_rule_wide.py`."""
+        return self.key_dim > 128
+
     def key_head(self, head):
         return lax.div(head, self.heads // self.key_heads)
 
@@ -316,7 +321,7 @@ class Plan:
         """Bytes of shared memory of a program on the device, barriers rounded up."""
         key_dim = self.sizes.key_dim
         loads = 2 * CHUNK * (2 * key_dim + self.tile + CHUNK) + 4 * GATES * CHUNK
-        own = 2 * CHUNK * (self.tile + 2 * CHUNK + self.save * self.groups * key_dim)
+        own = 2 * CHUNK * (self.tile + 2 * CHUNK + (self.save or self.sizes.wide) * self.groups * key_dim)
         return self.stages * loads + own + 1024
 
 
@@ -324,17 +329,20 @@ class WalkMemory(NamedTuple):
     """Shared memory of a program of `walk` beside the loads; of what has `groups`, a warpgroup's own part."""
 
     o: Any  # [C, 64]
-    scores: Any  # [2, groups, C, C // groups], of all
-    scores_there: Any  # barrier
+    scores: Any  # [2, groups, C, C // groups], of all; of a wide one [2, C, C], the second for what was written
+    scores_there: Any  # barrier, or None
     states: Any  # [64, K], or None
     state_buffer: Any  # [64, K], interpreter only
-    value_buffer: Any  # [64, C], interpreter only
+    value_buffer: Any  # [64, C], interpreter only; of a wide one [2, 64, C]
 
 
 def walk_scratch(plan: Plan, dtype) -> list:
     """Scratch of a program of `walk`, in the order that `walk_memory` reads."""
     key_dim = plan.sizes.key_dim
     states = shared(plan.groups, 64, key_dim, dtype=dtype)
+    if plan.sizes.wide:
+        squares = shared(2, CHUNK, CHUNK, dtype=dtype)
+        return [shared(CHUNK, 64, dtype=dtype), squares, shared(64, key_dim, dtype=dtype), *[squares] * plan.interpret]
     return [
         shared(plan.groups, CHUNK, 64, dtype=dtype),
         shared(2, plan.groups, CHUNK, plan.columns, dtype=dtype),
@@ -346,6 +354,9 @@ def walk_scratch(plan: Plan, dtype) -> list:
 
 def walk_memory(plan: Plan, scratch: list, group) -> WalkMemory:
     """What `walk_scratch` asked for, as this warpgroup sees it."""
+    if plan.sizes.wide:
+        o, squares, states, *rest = scratch
+        return WalkMemory(o, squares, None, states, None, *(rest or [None]))
     o, scores, scores_there, *rest = scratch
     states = rest.pop(0).at[group] if plan.save else None
     buffers = [buffer.at[group] for buffer in rest] if plan.interpret else (None, None)
@@ -373,6 +384,15 @@ def decayed_scores(plan: Plan, acc, x: Loads, group, wait: int) -> jax.Array:
         seen &= by_column(x.gates.at[DOCUMENT, here], CHUNK) == by_row(x.gates.at[DOCUMENT], plan.columns)
     exponent = by_column(x.gates.at[SUM, here], CHUNK) - by_row(x.gates.at[SUM], plan.columns)
     return product * jnp.exp(jnp.where(seen, exponent, MASKED))
+
+
+class Targets(NamedTuple):
+    """Where a chunk's results go in global memory: o [C, 64], S^T at its start and, of a wide walk, what is written
+    [C, 64]; None if they are not saved."""
+
+    o: Any
+    state: Any = None
+    written: Any = None
 
 
 class Place(NamedTuple):
@@ -414,7 +434,7 @@ def store_state(state, target) -> None:
     target.T[...] = plgpu.layout_cast(state, TRANSPOSED)
 
 
-def walk_chunk(plan: Plan, memory: WalkMemory, x: Loads, state, chunk, group, o_gmem, state_gmem) -> jax.Array:
+def walk_chunk(plan: Plan, memory: WalkMemory, x: Loads, state, chunk, group, targets: Targets) -> jax.Array:
     """One chunk of one compute warpgroup: S^T [64, K] at its start -> at its end; o and S^T at its start go out.
 
     Products in the order of issue: K S, scores, Q S; new vectors; o; state. A wait says how many may stay behind."""
@@ -436,7 +456,7 @@ def walk_chunk(plan: Plan, memory: WalkMemory, x: Loads, state, chunk, group, o_
         plgpu.commit_smem()
         plgpu.barrier_arrive(memory.scores_there)
         if plan.save:  # not before: the last chunk's o is still being copied when a chunk begins
-            send(narrow, memory.states, state_gmem)
+            send(narrow, memory.states, targets.state)
         new = None if plan.early else accumulated(acc_new, wait_n=0)
         read, kept = accumulated(acc_read, wait_n=1) * gate(INTO), state * x.gates[INTO, CHUNK - 1]
         if not fresh:
@@ -451,7 +471,7 @@ def walk_chunk(plan: Plan, memory: WalkMemory, x: Loads, state, chunk, group, o_
             plgpu.wgmma_wait(0)
         plgpu.wgmma(acc_state, left_operand((new * gate(OUT)).astype(dtype), memory.value_buffer), x.k)
         o = accumulated(acc_o, wait_n=1)
-        send((o + read if fresh else o).astype(dtype), memory.o, o_gmem, transpose=True)
+        send((o + read if fresh else o).astype(dtype), memory.o, targets.o, transpose=True)
         after = accumulated(acc_state, wait_n=0)
         return after + kept if fresh else after
 
@@ -459,10 +479,11 @@ def walk_chunk(plan: Plan, memory: WalkMemory, x: Loads, state, chunk, group, o_
     return pl.run_scoped(run, *(plgpu.ACC(size, jnp.float32) for size in sizes))
 
 
-def walk_program(plan: Plan, dtype, *refs) -> None:
+def walk_program(plan: Plan, dtype, over_chunk, *refs) -> None:
     """The body of `walk`: one row, one tile of V, one part of the time."""
     q, k, u, inverse, gates, initial, o, final, *rest = refs
     states = rest.pop(0) if plan.save else None
+    written = rest.pop(0) if plan.save and plan.sizes.wide else None
     group = lax.axis_index("warpgroup")
     memory = walk_memory(plan, rest, group)
     place = Place.of(plan, lax.axis_index("program"), group)
@@ -471,9 +492,13 @@ def walk_program(plan: Plan, dtype, *refs) -> None:
     def step(indices, *loads_and_state):
         *loads, state = loads_and_state
         chunk = first + indices[0]
-        o_gmem = o.at[row, pl.ds(chunk * CHUNK, CHUNK), head, columns]
-        state_gmem = states.at[row, head, chunk, columns] if plan.save else None
-        return walk_chunk(plan, memory, Loads(*loads), state, indices[0], group, o_gmem, state_gmem)
+        tokens = pl.ds(chunk * CHUNK, CHUNK)
+        targets = Targets(
+            o.at[row, tokens, head, columns],
+            None if states is None else states.at[row, head, chunk, columns],
+            None if written is None else written.at[row, tokens, head, columns],
+        )
+        return over_chunk(plan, memory, Loads(*loads), state, indices[0], group, targets)
 
     def compute(pipeline):
         state = plgpu.load(initial.at[place.part, row, head, :, columns].T, layout=TRANSPOSED, optimized=False)
@@ -504,19 +529,23 @@ def walk_program(plan: Plan, dtype, *refs) -> None:
     )
 
 
-def walk(q, k, u, inverse, gates, initial_state, *, plan: Plan, interpret=None) -> tuple:
-    """(o [B, T, H, V], last states [parts, B, H, K, V] float32, states at the chunks' starts [B, H, N, V, K] or None).
+def walk(
+    q, k, u, inverse, gates, initial_state, *, plan: Plan, over_chunk=walk_chunk, interpret=None
+) -> tuple:  # fmt: skip
+    """(o [B, T, H, V], last states [parts, B, H, K, V] float32, *saved): if the plan saves, states at the chunks'
+    starts [B, H, N, V, K], of a wide walk what was written [B, T, H, V], too. over_chunk: the program of one chunk.
 
     q, k [B, T, G, K]; u [B, T, H, V]; inverse and gates of `invert`; initial_state [parts, B, H, K, V] float32, the
     state before each part of the time, as the last states are those after each."""
     sizes, dtype = plan.sizes, k.dtype
     states = (sizes.batch, sizes.heads, sizes.chunks, sizes.value_dim, sizes.key_dim)
     types = [(u.shape, dtype), (initial_state.shape, jnp.float32), *[(states, dtype)] * plan.save]
+    types += [(u.shape, dtype)] * (plan.save and sizes.wide)
 
     def delta_rule_walk(*refs):
-        walk_program(plan, dtype, *refs)
+        walk_program(plan, dtype, over_chunk, *refs)
 
-    o, final, *saved = plgpu.kernel(
+    results = plgpu.kernel(
         delta_rule_walk,
         out_type=[jax.ShapeDtypeStruct(*x) for x in types],
         scratch_types=walk_scratch(plan, dtype),
@@ -527,4 +556,4 @@ def walk(q, k, u, inverse, gates, initial_state, *, plan: Plan, interpret=None) 
         compiler_params=parameters(plan.automatic_barriers),
         interpret=interpret,
     )(q, k, u, inverse, gates.reshape(*gates.shape[:2], -1, CHUNK), initial_state)
-    return o, final, saved[0] if plan.save else None
+    return tuple(results)

@@ -26,7 +26,8 @@ from efla_jax.kernels.mosaic import (
 
 
 def summarise_chunk(plan: Plan, buffers: tuple, loads: tuple, state, group, written) -> jax.Array:
-    """S^T [64, K] of one warpgroup over one chunk. `written`: whether u counts, or nothing is written."""
+    """S^T [64, K] of one warpgroup over one chunk. `written`: whether u counts, or nothing is written. A wide state is
+    a left operand by way of shared memory on a device, too."""
     k, u, inverse, gates = loads
     dtype, shape = k.dtype, (64, CHUNK)
     gate = lambda i: by_column(gates.at[i], 64)  # noqa: E731
@@ -55,7 +56,7 @@ def summarise_program(plan: Plan, dtype, *refs) -> None:
     k, u, inverse, gates, added, kept, *scratch = refs
     sizes = plan.sizes
     group = lax.axis_index("warpgroup")
-    buffers = tuple(buffer.at[group] for buffer in scratch) or (None, None)
+    buffers = (*(buffer.at[group] for buffer in scratch), None, None)[:2]
     tiles, writers = (sizes.value_dim + sizes.key_dim) // plan.tile, sizes.value_dim // plan.tile
     rest, tile = lax.div(lax.axis_index("program"), tiles), lax.rem(lax.axis_index("program"), tiles)
     rest, part = lax.div(rest, plan.parts - 1), lax.rem(rest, plan.parts - 1)
@@ -112,7 +113,8 @@ def summarise(k, u, inverse, gates, *, plan: Plan, interpret=None) -> tuple[jax.
     sizes, dtype = plan.sizes, k.dtype
     shape = (plan.parts - 1, sizes.batch, sizes.heads, sizes.key_dim)
     tiles = (sizes.value_dim + sizes.key_dim) // plan.tile
-    buffers = [shared(plan.groups, 64, sizes.key_dim, dtype=dtype), shared(plan.groups, 64, CHUNK, dtype=dtype)]
+    state_buffer = [shared(plan.groups, 64, sizes.key_dim, dtype=dtype)] * (plan.interpret or sizes.wide)
+    value_buffer = [shared(plan.groups, 64, CHUNK, dtype=dtype)] * plan.interpret
 
     def delta_rule_summarise(*refs):
         summarise_program(plan, dtype, *refs)
@@ -120,7 +122,7 @@ def summarise(k, u, inverse, gates, *, plan: Plan, interpret=None) -> tuple[jax.
     added, kept = plgpu.kernel(
         delta_rule_summarise,
         out_type=[jax.ShapeDtypeStruct((*shape, columns), jnp.float32) for columns in (sizes.value_dim, sizes.key_dim)],
-        scratch_types=buffers * plan.interpret,
+        scratch_types=state_buffer + value_buffer,
         grid=(sizes.batch * sizes.heads * (plan.parts - 1) * tiles,),
         grid_names=("program",),
         num_threads=plan.groups + 1,

@@ -51,7 +51,8 @@ ERASE, INTO, OUT, SUM = 0, 2, 3, 4  # e in; in; out; G (row 1 is the forward's o
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """Sizes of a call: B, T, G, H, K, V; value head h reads key head h // (H // G), and the gates of h // sharing.
-    raw_keys: see `delta_flow.py`. routed: chunks keep a part of what they write; see `never_zero`."""
+    raw_keys: see `delta_flow.py`. routed: chunks keep a part of what they write; see `never_zero`. halves: 2 if a
+    key of twice K channels is taken as two, by the gradients."""
 
     batch: int
     time: int
@@ -63,6 +64,7 @@ class Sizes:
     sharing: int = 1
     raw_keys: bool = False
     routed: bool = False
+    halves: int = 1
 
     @property
     def chunks(self) -> int:
@@ -71,6 +73,11 @@ class Sizes:
     @property
     def key_tiles(self) -> int:
         return self.key_dim // TILE
+
+    @property
+    def wide(self) -> bool:
+        """Whether a state of 64 columns takes half of a thread's registers: see `delta_rule_wide.py`."""
+        return self.key_dim > 2 * TILE
 
     @property
     def value_tiles(self) -> int:
@@ -122,6 +129,10 @@ class Plan:
     summary: bool = False
 
     @property
+    def holds_ends(self) -> bool:  # in shared memory, to be stored, or to be multiplied
+        return self.sizes.wide or not self.summary
+
+    @property
     def columns(self) -> int:  # of the scores, made by one warpgroup
         return CHUNK // self.groups
 
@@ -160,7 +171,7 @@ def plans(config: ReverseConfig, sizes: Sizes) -> tuple[Plan, Plan | None]:
         return total
 
     parts = range(1, 65) if config.parts is None else (config.parts,)
-    groups = [groups for groups in (2, 1) if sizes.value_tiles % groups == 0]
+    groups = [groups for groups in (2 - sizes.wide, 1) if sizes.value_tiles % groups == 0]
     return min((layout(g, p) for p in parts if sizes.chunks % p == 0 for g in groups), key=microseconds)
 
 
@@ -170,7 +181,7 @@ class Memory(NamedTuple):
     scores: Any  # [2, groups, C, C // groups]
     scored: Any  # barrier
     du: Any  # [groups, C, 64]
-    ends: Any  # [groups, 64, K]
+    ends: Any  # [groups, 64, K]; a wide summary's, too
     end_buffer: Any  # [groups, 64, K]
     value_buffers: Any  # [4, groups, 64, C]
 
@@ -287,20 +298,26 @@ def here(plan: Plan) -> Place:
     return Place(b, h, part + int(plan.summary), tile, group, tile * plan.tile + group * TILE)
 
 
-def walk_part(plan: Plan, q, k, d_o, inverse, gates, *refs) -> None:
+def walk_part(plan: Plan, over_chunk, q, k, d_o, inverse, gates, *refs) -> None:
     """The program of `walk` and `summarise`: refs are documents if any, the cotangents behind the parts and du and the
     chunks' ends (not of a summary), the result of a part, and the scratch."""
     documents, rest = refs[: plan.sizes.documents], list(refs[plan.sizes.documents :])
     behind, du, ends = (None, None, None) if plan.summary else (rest.pop(0), rest.pop(0), rest.pop(0))
     result, scores, scored = rest.pop(0), rest.pop(0), rest.pop(0)
-    stores = (None, None) if plan.summary else (rest.pop(0), rest.pop(0))
-    memory, place = Memory(scores, scored, *stores, *(rest or (None, None))), here(plan)
+    d_u_room = None if plan.summary else rest.pop(0)
+    ends_room = rest.pop(0) if plan.holds_ends else None
+    memory, place = Memory(scores, scored, d_u_room, ends_room, *(rest or (None, None))), here(plan)
     b, h, part, _, group, first = place
     rows = pl.ds(first, TILE)
 
     def step(indices, *loads_and_end):
         *loads, end = loads_and_end
         chunk = part * plan.steps + plan.steps - 1 - indices[0]
+        if over_chunk is not None:
+            targets = None
+            if not plan.summary:
+                targets = ends.at[b, h, chunk, rows], du.at[b, pl.ds(chunk * CHUNK, CHUNK), h, rows]
+            return over_chunk(plan, memory, Loads(*loads), end, place, targets)
 
         def put_end(x):  # one store may be on its way: the other kind's, issued after this buffer's last
             if ends is not None:
@@ -332,7 +349,7 @@ def walk_part(plan: Plan, q, k, d_o, inverse, gates, *refs) -> None:
     pipeline_of(plan, place, k.dtype, step, compute)(*sources, *(x.at[b] for x in documents))
 
 
-def launch(plan: Plan, arguments: tuple, behind: tuple, interpret) -> tuple:
+def launch(plan: Plan, over_chunk, arguments: tuple, behind: tuple, interpret) -> tuple:
     """What the programs of a plan write: du, the ends of the chunks (not a summary) and a part's result."""
     sizes, (q, k, d_o, inverse, gates, documents) = plan.sizes, arguments
     dtype, key_dim, groups = k.dtype, sizes.key_dim, plan.groups
@@ -341,11 +358,13 @@ def launch(plan: Plan, arguments: tuple, behind: tuple, interpret) -> tuple:
     scratch = [shared(2, groups, CHUNK, plan.columns, dtype=dtype), plgpu.Barrier(num_arrivals=groups)]
     if not plan.summary:
         results = [(d_o.shape, dtype), ((*heads, sizes.chunks, sizes.value_dim, key_dim), dtype), *results]
-        scratch += [shared(groups, CHUNK, TILE, dtype=dtype), shared(groups, TILE, key_dim, dtype=dtype)]
+        scratch.append(shared(groups, CHUNK, TILE, dtype=dtype))
+    end = shared(groups, TILE, key_dim, dtype=dtype)
+    scratch += [end] * plan.holds_ends
     if interpret is not None:
-        scratch += [shared(groups, TILE, key_dim, dtype=dtype), shared(4, groups, TILE, CHUNK, dtype=dtype)]
+        scratch += [end, shared(4, groups, TILE, CHUNK, dtype=dtype)]
     return plgpu.kernel(
-        functools.partial(walk_part, plan),
+        functools.partial(walk_part, plan, over_chunk),
         out_type=tuple(jax.ShapeDtypeStruct(*result) for result in results),
         scratch_types=scratch,
         grid=(plan.programs,),
@@ -372,13 +391,16 @@ def behind_parts(summary: jax.Array, last: jax.Array) -> jax.Array:
     return jnp.stack(found[::-1], axis=2)
 
 
-def reverse(q, k, inverse, gates, documents, d_o, d_final, *, sizes: Sizes, config: ReverseConfig, interpret=None):
+def reverse(
+    q, k, inverse, gates, documents, d_o, d_final, *,
+    sizes: Sizes, config: ReverseConfig, over_chunk=None, interpret=None,
+) -> tuple:  # fmt: skip
     """(du [B, T, H, V], D [B, H, N, V, K] at every chunk's end, d_initial [B, H, V, K] float32); arguments as in
-    `backward`."""
+    `backward`. over_chunk: the program of one chunk where it is not `reverse_chunk`."""
     arguments = q, k, d_o, inverse, gates, documents
     walk, summary = plans(config, sizes)
     behind = d_final[:, :, None]
     if summary is not None:
-        behind = behind_parts(launch(summary, arguments, (), interpret)[0], d_final)
-    d_u, ends, starts = launch(walk, arguments, (behind,), interpret)
+        behind = behind_parts(launch(summary, over_chunk, arguments, (), interpret)[0], d_final)
+    d_u, ends, starts = launch(walk, over_chunk, arguments, (behind,), interpret)
     return d_u, ends, starts[:, :, 0]

@@ -22,7 +22,7 @@ from efla_jax.kernels.linear_attention_gradients import BALANCE, KEPT, LEFT, Inp
 from efla_jax.kernels.linear_attention_mosaic import CHUNK, DOCUMENT, INTO, TILE, Plan, Sizes, accumulate, walk
 from efla_jax.kernels.mosaic import narrow_indices
 
-KEY_DIMS = (64, 128)
+KEY_DIMS = (64, 128, 256)
 DTYPES = ("bfloat16", "float16")
 LN2 = math.log(2)
 LEAST, MOST = 2, 32  # chunks that a part of the time has at least; parts at most
@@ -100,7 +100,7 @@ def slices(sizes: Sizes, config: Config) -> int:
     """Programs that share the tiles of a key head in `gradients`: 1, or a power of two while there are few programs.
 
     With more than one, dq and dk are written in float32 by each and summed in XLA."""
-    count, programs = 1, sizes.batch * sizes.chunks * sizes.key_heads
+    count, programs = 1, sizes.batch * sizes.chunks * sizes.key_heads * sizes.halves
     while sizes.per_key % (2 * count) == 0 and 2 * count * programs <= config.waves * config.multiprocessors:
         count *= 2
     return count
@@ -192,7 +192,7 @@ def decay_gradient(sums, gates, sizes: Sizes) -> jax.Array:
     """d log_decay [B, H, T] from the sums of `gradients`: every G sums the log decays of its document so far.
 
     A token's "out" holds the decays behind it: its part goes to those by a sum over the tokens before them."""
-    sums = sums.reshape(sizes.batch, sizes.chunks, sizes.heads, sizes.per_head, 2, 3, CHUNK).sum(3)
+    sums = sums.reshape(sizes.batch, sizes.chunks, sizes.heads, sizes.per_head * sizes.halves, 2, 3, CHUNK).sum(3)
     query, key = sums[..., 0, :, :], sums[..., 1, :, :]
     state = query[..., KEPT, :].sum(-1) + (key[..., KEPT, :].sum(-1) if sizes.key_dim > TILE else 0.0)
     ahead = query[..., LEFT, :] + query[..., BALANCE, :] - key[..., BALANCE, :]
@@ -216,8 +216,11 @@ def backward(q, k, u, saved, d_o, d_final_state, *, config: Config, interpret=No
     first, ends = accumulate(x, y, gates.reshape(sizes.batch, -1, CHUNK), last, plan)
     rows = gates.reshape(sizes.batch, -1, *gates.shape[3:])
     inputs = Inputs(x, flat(k), flat(u), y, rows, starts, ends)
+    if sizes.wide:
+        sizes = dataclasses.replace(sizes, key_dim=sizes.key_dim // 2, halves=2)
     count = slices(sizes, config)
     out = gradients(inputs, sizes, stages=config.stages, slices=count, options=plan.options)
     d_q, d_k = (x.sum(0).astype(q.dtype).reshape(q.shape) for x in (out.d_q, out.d_k))
     d_initial = first[:, 0].reshape(d_final_state.shape)
-    return d_q, d_k, out.d_u.reshape(u.shape), decay_gradient(out.sums, gates, sizes), d_initial
+    d_u = out.d_u if sizes.halves == 1 else out.d_u.sum(0).astype(u.dtype)
+    return d_q, d_k, d_u.reshape(u.shape), decay_gradient(out.sums, gates, sizes), d_initial

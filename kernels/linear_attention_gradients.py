@@ -14,6 +14,9 @@ and Y of the other side, w = "in" or "out", and R transposed on the side of k,
 
 where P is dU on the side of k, and on that of q the output once more, which nobody stores: two equal instruction
 streams end together, and q's would else be the shorter one. A third warpgroup only issues loads.
+
+A key of 256 channels is two of 128, each with programs of its own: b has no K in it, the rest is a sum over channels,
+so that each half has columns of dq and dk, and its part of dU and of the sums, in float32.
 """
 
 from typing import Any, NamedTuple
@@ -83,11 +86,13 @@ class Memory(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A program: row of the batch, chunk, key head, which slice of its tiles, and how many those are."""
+    """A program: row of the batch, chunk, key head, which half of its channels, which slice of its tiles, and how many
+    those are."""
 
     row: Any
     chunk: Any
     key_head: Any
+    half: Any
     share: Any
     tiles: int
     sizes: Sizes
@@ -98,7 +103,23 @@ class Task(NamedTuple):
 
     @property
     def channels(self):
-        return pl.ds(self.key_head * self.sizes.key_dim, self.sizes.key_dim)
+        part = self.key_head if self.sizes.halves == 1 else self.key_head * self.sizes.halves + self.half
+        return pl.ds(part * self.sizes.key_dim, self.sizes.key_dim)
+
+    def state(self, i):
+        """Where the states of a tile have this program's channels."""
+        if self.sizes.halves == 1:
+            return self.row, self.chunk, self.lanes(i)
+        return self.row, self.chunk, self.lanes(i), pl.ds(self.half * self.sizes.key_dim, self.sizes.key_dim)
+
+    def values(self, i):
+        """Where dU has a tile."""
+        place = self.row, self.time, self.lanes(i)
+        return place if self.sizes.halves == 1 else (self.half, *place)
+
+    def sums(self, i, group):
+        place = self.chunk * self.sizes.tiles + self.tile(i)
+        return (place if self.sizes.halves == 1 else place * self.sizes.halves + self.half) * 2 + group
 
     def tile(self, i):
         return self.key_head * self.sizes.per_key + self.share * self.tiles + i
@@ -124,8 +145,8 @@ def load(task: Task, x: Inputs, memory: Memory) -> None:
         gates = x.gates.at[task.row, task.chunk * task.sizes.heads + task.sizes.head(task.tile(i))]
         plgpu.copy_gmem_to_smem(x.d_o.at[task.row, task.time, lanes], memory.y.at[slot, QUERY], barrier)
         plgpu.copy_gmem_to_smem(x.u.at[task.row, task.time, lanes], memory.y.at[slot, KEY], barrier)
-        plgpu.copy_gmem_to_smem(x.starts.at[task.row, task.chunk, lanes], memory.m.at[slot, QUERY], barrier)
-        plgpu.copy_gmem_to_smem(x.ends.at[task.row, task.chunk, lanes], memory.m.at[slot, KEY], barrier)
+        plgpu.copy_gmem_to_smem(x.starts.at[task.state(i)], memory.m.at[slot, QUERY], barrier)
+        plgpu.copy_gmem_to_smem(x.ends.at[task.state(i)], memory.m.at[slot, KEY], barrier)
         plgpu.copy_gmem_to_smem(gates, memory.gates.at[slot], barrier)
 
     lax.fori_loop(0, task.tiles, step, None)
@@ -181,9 +202,13 @@ def tile_gradients(memory: Memory, slot, so_far, sizes: Sizes, put_p, interpret)
     def from_scores(acc_p):
         begin(acc_p, read, interpret)
         plgpu.wgmma(acc_p, left_operand(spread, left[0]), w)
-        return finish(acc_p, read, interpret).astype(dtype)
+        return finish(acc_p, read, interpret)
 
     p = pl.run_scoped(from_scores, square)
+    if sizes.halves == 1:
+        p = p.astype(dtype)
+    else:  # in float32 it leaves at once: it would need too many registers
+        put_p(p)
 
     def from_state(acc):
         plgpu.wgmma(acc, y, m)
@@ -194,7 +219,8 @@ def tile_gradients(memory: Memory, slot, so_far, sizes: Sizes, put_p, interpret)
     def from_pairs(acc):
         begin(acc, carried, interpret)
         plgpu.wgmma(acc, left_operand(pairs, left[1]), z)
-        put_p(p)
+        if sizes.halves == 1:
+            put_p(p)
         return finish(acc, carried, interpret)
 
     return pl.run_scoped(from_pairs, wide)
@@ -222,12 +248,11 @@ def compute(task: Task, memory: Memory, out: Outputs, interpret) -> None:
                 memory.d_u[...] = p.astype(memory.d_u.dtype)
 
             plgpu.commit_smem()
-            place = (task.chunk * sizes.tiles + task.tile(i)) * 2 + group
-            plgpu.copy_smem_to_gmem(memory.sums.at[group], out.sums.at[task.row, place])
+            plgpu.copy_smem_to_gmem(memory.sums.at[group], out.sums.at[task.row, task.sums(i, group)])
 
             @pl.when(group == KEY)
             def _():
-                plgpu.copy_smem_to_gmem(memory.d_u, out.d_u.at[task.row, task.time, task.lanes(i)])
+                plgpu.copy_smem_to_gmem(memory.d_u, out.d_u.at[task.values(i)])
 
         total = tile_gradients(memory, slot, so_far, sizes, put_p, interpret)
         plgpu.barrier_arrive(memory.empty.at[slot])
@@ -251,7 +276,7 @@ def scratch(sizes: Sizes, stages: int, dtype, interpret) -> list:
         shared(stages, 2, CHUNK, TILE, dtype=dtype),
         shared(stages, 2, TILE, sizes.key_dim, dtype=dtype),
         plgpu.SMEM((stages, sizes.rows, CHUNK), f32),
-        shared(CHUNK, TILE, dtype=dtype),
+        shared(CHUNK, TILE, dtype=dtype if sizes.halves == 1 else f32),
         plgpu.SMEM((2, 3, CHUNK), f32),
         plgpu.Barrier(num_arrivals=2),
         plgpu.Barrier(num_arrivals=5, num_barriers=stages),
@@ -261,7 +286,8 @@ def scratch(sizes: Sizes, stages: int, dtype, interpret) -> list:
 
 
 def gradients(x: Inputs, sizes: Sizes, *, stages: int, slices: int, options: dict) -> Outputs:
-    """dq, dk [slices, B, T, G K]; dU [B, T, H V]; sums [B, N tiles 2, 3, C] float32.
+    """dq, dk [slices, B, T, G K]; dU [B, T, H V]; sums [B, N tiles 2, 3, C] float32. Of keys in halves K is that of
+    both, and each has its part of dU [2, B, T, H V] float32 and of the sums [B, N tiles 2 2, 3, C].
 
     Each program takes a slice of the tiles of a key head, and its dq and dk are that slice's part: in the dtype of u if
     there is only one, else float32. options: those of a `Plan`. The sums of a chunk's tile, for the rows of q and then
@@ -281,7 +307,10 @@ def gradients(x: Inputs, sizes: Sizes, *, stages: int, slices: int, options: dic
         row, chunk, pair = (lax.axis_index(name) for name in ("row", "part", "pair"))
         group = lax.axis_index("group")
         memory = Memory(*rest[:fixed], left=[buffer.at[group] for buffer in rest[fixed:]] or [None] * 2)
-        task = Task(row, chunk, lax.div(pair, slices), lax.rem(pair, slices), count, sizes)
+        half = 0
+        if sizes.halves > 1:
+            pair, half = lax.div(pair, sizes.halves), lax.rem(pair, sizes.halves)
+        task = Task(row, chunk, lax.div(pair, slices), half, lax.rem(pair, slices), count, sizes)
 
         @pl.when(group == LOADER)
         def _():
@@ -295,10 +324,12 @@ def gradients(x: Inputs, sizes: Sizes, *, stages: int, slices: int, options: dic
 
     shape = jax.ShapeDtypeStruct
     summed = shape((slices, *x.q.shape), dtype if slices == 1 else f32)
-    out = [summed, summed, shape(x.u.shape, dtype)]
-    out.append(shape((sizes.batch, sizes.chunks * sizes.tiles * 2, 3, CHUNK), f32))
-    grid = sizes.batch, sizes.chunks, sizes.key_heads * slices
+    d_u = shape(x.u.shape, dtype) if sizes.halves == 1 else shape((sizes.halves, *x.u.shape), f32)
+    out = [summed, summed, d_u]
+    out.append(shape((sizes.batch, sizes.chunks * sizes.tiles * sizes.halves * 2, 3, CHUNK), f32))
+    grid = sizes.batch, sizes.chunks, sizes.key_heads * slices * sizes.halves
     each = 4 * (CHUNK * TILE + TILE * sizes.key_dim + sizes.rows * CHUNK)
-    stages = fitting(min(stages, count), each, 4 * CHUNK * (sizes.key_dim + 2 * CHUNK + 6) + 2 * CHUNK * TILE)
+    beside = 4 * CHUNK * (sizes.key_dim + 2 * CHUNK + 6) + 2 * sizes.halves * CHUNK * TILE
+    stages = fitting(min(stages, count), each, beside)
     memory = scratch(sizes, stages, dtype, options["interpret"])
     return Outputs(*launch(body, x, out, memory, grid, 3, **options))

@@ -11,7 +11,8 @@ accumulate  the state alone, from k and u onwards in time, or its cotangent D, f
 
 The columns of V are cut into tiles of 64. A program has one or two compute warpgroups with a tile each, which share q
 and k (two heads of one key head, or two tiles of one head); one more warpgroup only issues loads. The state is kept
-transposed, S^T [64, K] float32, in registers: it is the left operand of every product it is in.
+transposed, S^T [64, K] float32, in registers: it is the left operand of every product it is in. With 256 channels
+of K that is half of all registers: a program has one tile then, and its state is an operand by way of shared memory.
 
 Channels are flat: u, o, dO, dU [B, T, H V], q, k [B, T, G K], states [.., H V, K]; a tile is 64 columns wherever it
 lies. Nothing here needs automatic barriers: what is stored to shared memory is read only after a commit, at which the
@@ -55,7 +56,8 @@ f32 = jnp.float32
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of a call: B, N, G, H, K, V and the rows of its gates (3, or 4 with documents)."""
+    """Sizes of a call: B, N, G, H, K, V and the rows of its gates (3, or 4 with documents). halves: 2 if a key of twice
+    K channels is taken as two, by the gradients."""
 
     batch: int
     chunks: int
@@ -64,6 +66,12 @@ class Sizes:
     key_dim: int
     value_dim: int
     rows: int
+    halves: int = 1
+
+    @property
+    def wide(self) -> bool:
+        """Whether the state of a tile takes half of a thread's registers."""
+        return self.key_dim > 128
 
     @property
     def tiles(self) -> int:
@@ -81,6 +89,8 @@ class Sizes:
     @property
     def together(self) -> int:
         """Tiles of one program: two heads of one key head, or two tiles of one head, or a single tile."""
+        if self.wide:
+            return 1
         pairs = self.per_head % 2 == 0 or (self.per_head == 1 and self.per_key % 2 == 0)
         return 2 if pairs else 1
 
@@ -193,7 +203,8 @@ def pipeline(plan: Plan, place: Place, step, keys, values, gates, initial, final
     lanes = place.lanes(sizes)
     each = CHUNK * (2 * (len(keys) * sizes.key_dim + TILE * count) + 4 * here * sizes.rows)
     # The largest that a walk has beside: outputs, pairs and states.
-    beside = 2 * count * TILE * (sizes.key_dim * plan.save + (2 * CHUNK if len(keys) > 1 else sizes.key_dim))
+    held = sizes.key_dim * (plan.save or sizes.wide)
+    beside = 2 * count * TILE * (held + (2 * CHUNK if len(keys) > 1 else sizes.key_dim))
 
     def compute(over_chunks):
         start = plgpu.load(initial.at[place.row, place.part, lanes], layout=WGMMA, optimized=False)
@@ -281,6 +292,46 @@ def walk_chunk(plan: Plan, place: Place, memory: WalkMemory, loads, state, put_s
     return pl.run_scoped(add, square, wide)
 
 
+def wide_chunk(plan: Plan, place: Place, memory: WalkMemory, loads, state, put_state, put_o) -> jax.Array:
+    """`walk_chunk` of a wide state. Two copies may be on their way, S before o: a wait leaves the younger."""
+    q, k, u, gates = loads
+    dtype, first = u.dtype, place.gates(plan.sizes)
+    if plan.save:
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+    memory.state[...] = state.astype(dtype)
+    plgpu.commit_smem()
+    if plan.save:
+        plgpu.copy_smem_to_gmem(memory.state, put_state)
+
+    def read_and_pair(acc_read, acc_pairs):
+        plgpu.wgmma(acc_pairs, k, q.T)
+        plgpu.wgmma(acc_read, memory.state, q.T)
+        decay = decays(gates, first, documents=plan.sizes.rows > DOCUMENT, sign=-1)
+        memory.pairs[...] = (accumulated(acc_pairs, wait_n=1) * decay).astype(dtype)
+        plgpu.commit_smem()
+        return accumulated(acc_read, wait_n=0) * by_column(gates.at[first + INTO], TILE)
+
+    square, wide = plgpu.ACC((TILE, CHUNK), f32), plgpu.ACC((TILE, plan.sizes.key_dim), f32)
+    read = pl.run_scoped(read_and_pair, square, square)
+
+    def add(acc_o, acc_state):
+        values = transposed(u)
+        fading = (values.astype(f32) * by_column(gates.at[first + OUT], TILE)).astype(dtype)
+        carried = state * gates[first + INTO, CHUNK - 1]
+        begin(acc_o, read, plan.interpret)
+        begin(acc_state, carried, plan.interpret)
+        plgpu.wgmma(acc_o, left_operand(values, memory.left[0]), memory.pairs)
+        plgpu.wgmma(acc_state, left_operand(fading, memory.left[1]), k)
+        o = finish(acc_o, read, plan.interpret, wait_n=1)
+        plgpu.wait_smem_to_gmem(int(plan.save), wait_read_only=True)
+        memory.o.T[...] = plgpu.layout_cast(o.astype(dtype), TRANSPOSED)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(memory.o, put_o)
+        return finish(acc_state, carried, plan.interpret)
+
+    return pl.run_scoped(add, square, wide)
+
+
 def walk(q, k, u, gates, initial, plan: Plan):
     """(o [B, T, H V], states after each part [B, P, H V, K] float32, states before each chunk [B, N, H V, K] or None).
 
@@ -293,8 +344,9 @@ def walk(q, k, u, gates, initial, plan: Plan):
         starts_g, rest = (rest[0], rest[1:]) if plan.save else (None, rest)
         place = Place.here()
         o_s, pairs_s, *rest = (x.at[place.group] for x in rest)
-        state_s, left = (rest[0], rest[1:]) if plan.save else (None, rest)
+        state_s, left = (rest[0], rest[1:]) if plan.save or sizes.wide else (None, rest)
         memory = WalkMemory(o_s, pairs_s, state_s, left or [None] * 3)
+        over_chunk = wide_chunk if sizes.wide else walk_chunk
         lanes = place.lanes(sizes)
 
         def step(at, *loads_and_state):
@@ -302,7 +354,7 @@ def walk(q, k, u, gates, initial, plan: Plan):
             chunk = place.chunk(plan, at[0])
             put_state = starts_g.at[place.row, chunk, lanes] if plan.save else None
             put_o = o_g.at[place.row, pl.ds(chunk * CHUNK, CHUNK), lanes]
-            return walk_chunk(plan, place, memory, loads, state, put_state, put_o)
+            return over_chunk(plan, place, memory, loads, state, put_state, put_o)
 
         pipeline(plan, place, step, (q_g, k_g), u_g, gates_g, initial_g, final_g)
 
@@ -311,8 +363,8 @@ def walk(q, k, u, gates, initial, plan: Plan):
     scratch = [shared(count, CHUNK, TILE, dtype=dtype), shared(count, CHUNK, CHUNK, dtype=dtype)]
     if plan.save:
         out.append(jax.ShapeDtypeStruct(sizes.states, dtype))
-        scratch.append(shared(count, *state, dtype=dtype))
-    scratch += staging([state, (TILE, CHUNK), (TILE, CHUNK)], dtype, plan.interpret, count)
+    scratch += [shared(count, *state, dtype=dtype)] * (plan.save or sizes.wide)
+    scratch += staging([state][sizes.wide :] + [(TILE, CHUNK)] * 2, dtype, plan.interpret, count)
     grid = sizes.batch, plan.parts, sizes.tiles // count
     o, final, *starts = launch(body, (q, k, u, gates, initial), out, scratch, grid, count + 1, **plan.options)
     return o, final, starts[0] if plan.save else None

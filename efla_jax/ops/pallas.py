@@ -73,7 +73,7 @@ def _forward(q, k, u, erase, log_decay, documents, keep, initial_state, how):
 def _backward(how, residuals, cotangents):
     from efla_jax.kernels import delta_rule_gradients as kernel
 
-    (q, k, u, erase, log_decay, documents), keep, (inverse, gates, states, *square) = residuals
+    (q, k, u, erase, log_decay, documents), keep, (inverse, gates, states, *more) = residuals
     d_o, d_final = cotangents
     tiles = u.shape[2] // erase.shape[1]
 
@@ -83,7 +83,9 @@ def _backward(how, residuals, cotangents):
     def of_gates(x):
         return jnp.sum(x.reshape(*erase.shape[:2], tiles, -1), axis=2) if tiles > 1 else x
 
-    saved = repeated(inverse), repeated(gates), states, *map(repeated, square)
+    if how.step is not None:  # the squares of the keys' lengths
+        more = list(map(repeated, more))
+    saved = repeated(inverse), repeated(gates), states, *more
     arguments = q, k, u, repeated(erase), repeated(log_decay), documents, saved, d_o, d_final.swapaxes(2, 3)
     kept = None if keep is None else repeated(keep)
     options = dict(step=how.step, keep=kept, interpret=how.interpret)
