@@ -167,6 +167,8 @@ def test_only_tokens_with_a_target_have_logits():
     here = [jax.tree.map(jnp.asarray, one) for one in (jax.tree.map(lambda x: x[0], few), batch)]
     ours, full = (evaluate.compiled_sums(model)(params, one) for one in here)
     np.testing.assert_allclose(ours, full, rtol=1e-6)
+    several = train.settings.build_dataset(tiny(length=24, pairs=(1, 3), vocab_size=20, longer=()))
+    assert population.widest(several) == 4 and population.widest(train.settings.build_dataset(tiny())) == 1
     dense = batch | {"mask": np.ones_like(batch["mask"])}
     assert "places" not in population.stacked([dense])
     assert population.stacked([batch], 8)["places"].shape == (1, 32, 8)

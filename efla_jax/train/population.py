@@ -179,6 +179,16 @@ def stacked(batches: Sequence[Mapping[str, np.ndarray]], least: int = 1) -> dict
     return joined | kept | {"places": places}
 
 
+def widest(dataset, batches: int = 64) -> int:
+    """The N of `stacked` that serves most batches of a dataset, as its first ones show: one program for rows of several
+    numbers of targets, not one for each until the widest has come."""
+    with contextlib.closing(dataset.train_iterator()) as iterator:
+        first = stacked([next(iterator)])
+        if "places" not in first:
+            return 1
+        return max(stacked([next(iterator)]).get("places", first["places"]).shape[-1] for _ in range(batches))
+
+
 def held_out(population: Population, sums: Callable, params, least: int, split: str = "") -> list[dict[str, float]]:
     """The scores of a split, by default the held-out one, of every member: see `evaluate` and `stacked`."""
     first = population.datasets[0]
@@ -273,7 +283,7 @@ def train(population: Population, members: Members, stack: contextlib.ExitStack,
     options = population.config["train"]
     step, sums = make_population_step(population), make_population_sums(population)
     iterators = [stack.enter_context(contextlib.closing(one.train_iterator())) for one in population.datasets]
-    states, end, before, least = begin(population), options["steps"], None, 1
+    states, end, before, least = begin(population), options["steps"], None, widest(population.datasets[0])
     which = np.asarray(population.which)
 
     def finish(member: int, status: str) -> None:
