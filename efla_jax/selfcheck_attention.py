@@ -102,9 +102,7 @@ def state_after(case: AttentionCase, call: tuple) -> Any:
 def kernel(q, k, v, ids, state: ops.KVCache | None, interpret: Any) -> jax.Array:
     """The kernel of softmax attention alone, in rows without padding; behind a cache that of one token."""
     if state is None:
-        return pallas_attention.softmax(
-            q, k, v, None if ids is None else segments(ids).document, None, interpret=interpret
-        )
+        return pallas_attention.softmax(q, k, v, None if ids is None else segments(ids).document, interpret=interpret)
     rows, slot = jnp.arange(k.shape[0]), state.length
     k, v = (x.at[rows, slot].set(new[:, 0]) for x, new in ((state.k, k), (state.v, v)))
     return pallas_attention_cache.latest(q, k, v, slot + 1, interpret)

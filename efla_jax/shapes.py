@@ -51,8 +51,13 @@ def check_shapes(arguments: Mapping[str, tuple[jax.Array | None, str]]) -> dict[
         if array is None:
             continue
         layout = "[" + ", ".join(legend) + "]"
+        meaning = ", ".join(AXES.get(letter, letter) for letter in legend)
+        if not hasattr(array, "ndim"):
+            raise ValueError(
+                f"{name}: {array!r:.40} is a {type(array).__name__}, but {name} is an array {layout} = [{meaning}]."
+                f" For one value everywhere write jnp.full(shape, value)."
+            )
         if array.ndim != len(legend):
-            meaning = ", ".join(AXES.get(letter, letter) for letter in legend)
             raise ValueError(
                 f"{name}: shape {array.shape} has {array.ndim} axes, but {name} is {layout} = [{meaning}]."
                 " Add or remove axes so that it fits."
@@ -102,12 +107,15 @@ def check_segment_ids(segment_ids: jax.Array | None, batch: int, time: int) -> N
     """Raise ValueError unless segment_ids is None or an integer [B, T] (0 marks padding)."""
     if segment_ids is None:
         return
+    if not hasattr(segment_ids, "dtype"):
+        raise ValueError(
+            f"segment_ids: {segment_ids!r:.40} is a {type(segment_ids).__name__}, but an array [B, T] of integers is"
+            " wanted; write jnp.asarray(segment_ids)."
+        )
     if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
         raise ValueError(
             f"segment_ids: dtype {segment_ids.dtype} is not an integer type;"
             " use int32 with 0 for padding and 1, 2, ... for documents."
         )
     if segment_ids.shape != (batch, time):
-        raise ValueError(
-            f"segment_ids: shape {segment_ids.shape} is not [B, T] = ({batch}, {time}): one id per token."
-        )
+        raise ValueError(f"segment_ids: shape {segment_ids.shape} is not [B, T] = ({batch}, {time}): one id per token.")

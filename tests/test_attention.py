@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from efla_jax.layers.attention import Attention
-from efla_jax.ops import KVCache, apply_rope, init_kv_cache, softmax_attention
+from efla_jax.ops import KVCache, apply_rope, attention_blocks, block_sparse_attention, init_kv_cache, softmax_attention
 from efla_jax.ops import attention as attention_file
 from tests.oracle import TOLERANCE, assert_close
 
@@ -128,7 +128,7 @@ def run(f, args, cotangents):
     ids=["whole", "blocks", "some", "ones"],
 )
 def test_values_and_gradients_with_a_cache_in_any_pieces(ids, pieces, block, monkeypatch):
-    monkeypatch.setattr(attention_file, "QUERY_BLOCK", block)
+    monkeypatch.setattr(attention_blocks, "QUERY_BLOCK", block)
     args, cotangents = arguments()
     given = (*(nan_at_padding(x, ids) for x in args[:3]), *args[3:])
     cotangents = (nan_at_padding(cotangents[0], ids), *cotangents[1:])
@@ -146,7 +146,7 @@ def test_values_and_gradients_with_a_cache_in_any_pieces(ids, pieces, block, mon
 @pytest.mark.parametrize("ids", [EVERY, IDS], ids=["every", "packed"])
 @pytest.mark.parametrize("block", [256, 3])
 def test_values_and_gradients_without_a_cache(ids, block, monkeypatch):
-    monkeypatch.setattr(attention_file, "QUERY_BLOCK", block)
+    monkeypatch.setattr(attention_blocks, "QUERY_BLOCK", block)
     args, cotangents = arguments(capacity=TIME)
 
     def f(q, k, v):
@@ -162,7 +162,7 @@ def test_values_and_gradients_without_a_cache(ids, block, monkeypatch):
 
 @pytest.mark.parametrize("block", [256, 3])
 def test_bfloat16(block, monkeypatch):
-    monkeypatch.setattr(attention_file, "QUERY_BLOCK", block)
+    monkeypatch.setattr(attention_blocks, "QUERY_BLOCK", block)
     args, cotangents = arguments(dtype="bfloat16")
     out, _ = run(functools.partial(in_pieces, (7,), IDS), args, cotangents)
     assert {x.dtype for x in out} == {jnp.dtype("bfloat16")}
@@ -317,6 +317,15 @@ def test_wrong_input(unchecked, change, message):
     given = {"q": jnp.zeros((2, 7, 6, 4)), "k": jnp.zeros((2, 7, 2, 4)), "v": jnp.zeros((2, 7, 2, 5)), **change}
     with pytest.raises(ValueError, match=message):
         softmax_attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+
+
+def test_a_wrong_implementation_is_named_where_there_is_no_token():
+    x = jnp.zeros((2, 0, 2, 4))
+    for op, arguments in ((softmax_attention, (x, x, x)), (block_sparse_attention, (x, x, x, jnp.zeros((2, 0, 1))))):
+        with pytest.raises(ValueError, match=f"implementation: 'chunky' is not known to {op.__name__}; choose one of"):
+            op(*arguments, implementation="chunky")
+        for implementation in ("auto", "chunked", "pallas", "triton"):
+            assert op(*arguments, implementation=implementation)[0].shape == x.shape
 
 
 def test_rope_is_a_complex_rotation():

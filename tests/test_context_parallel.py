@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from efla_jax.layers import MIXERS
 from efla_jax.ops import attention as attention_file
-from efla_jax.ops import causal_conv, delta_rule, linear_attention, softmax_attention
+from efla_jax.ops import attention_blocks, causal_conv, delta_rule, linear_attention, softmax_attention
 from efla_jax.sharding import AXES, make_mesh
 from tests.cases import packed_ids, recurrence_case
 from tests.oracle import TOLERANCE, assert_close, recurrence_and_gradients
@@ -165,7 +165,7 @@ def attention(q, k, v, ids):
 )
 def test_softmax_attention_equals_one_device(sizes, block, packed, monkeypatch):
     """Devices that do not divide the heads left to them, and in the last two rows some that do."""
-    monkeypatch.setattr(attention_file, "QUERY_BLOCK", block)
+    monkeypatch.setattr(attention_blocks, "QUERY_BLOCK", block)
     arguments, cotangents = attention_case()
     ids = documents() if packed else None
     out, gradients = on_mesh(sizes, with_gradients(attention))(arguments, ids, cotangents)

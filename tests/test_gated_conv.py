@@ -1,5 +1,7 @@
 """Gated short convolution: the definition token by token, its size, and the hybrid that recall models are."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +43,16 @@ def test_heads_change_nothing_and_one_tap_sees_its_own_token():
     assert cache.state.shape == (1, 0, 4)
     with pytest.raises(ValueError, match="conv_width: 0 is less than 1"):
         MIXERS["gated_conv"](width=4, conv_width=0)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_a_wrong_width_is_named(name):
+    mixer = MIXERS[name](width=8, num_heads=2)
+    params = jax.eval_shape(mixer.init, jax.random.key(0), jnp.zeros((1, 3, 8)))
+    message = r"x: shape \(1, 3, 6\) has 6 channels, but the mixer has width=8"
+    for call in (mixer.init, functools.partial(mixer.apply, params)):
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(call, *([jax.random.key(0)] if call == mixer.init else []), jnp.zeros((1, 3, 6)))
 
 
 def test_the_hybrid_has_it_in_the_first_layer():

@@ -45,11 +45,13 @@ def no_races(capfd):
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
     """What the ops reach as "pallas" runs in the interpreter."""
-    for name in ("softmax", "block_sparse"):
-        run = functools.partial(getattr(pallas_attention, name), interpret=INTERPRET)
-        monkeypatch.setattr(pallas_attention, name, run)
-    run = functools.partial(pallas_attention_cache.paged, interpret=INTERPRET)
-    monkeypatch.setattr(pallas_attention_cache, "paged", run)
+    for module, name in (
+        (pallas_attention, "softmax"),
+        (pallas_attention, "block_sparse"),
+        (pallas_attention_cache, "softmax"),
+        (pallas_attention_cache, "paged"),
+    ):
+        monkeypatch.setattr(module, name, functools.partial(getattr(module, name), interpret=INTERPRET))
 
 
 def documents(batch: int, time: int, seed=0) -> np.ndarray:

@@ -261,6 +261,7 @@ def test_what_does_not_fit_is_said(monkeypatch):
     for wrong, message in (
         (beta[:, :, :1], r"beta: shape .* is 1 here but 2 in v"),
         (beta > 0, "beta: dtype bool is not"),
+        (0.5, r"beta: 0.5 is a float, but beta is an array \[B, T, H\]"),
     ):
         with pytest.raises(ValueError, match=message):
             ops.delta_flow(q, k, v, wrong)

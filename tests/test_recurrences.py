@@ -268,9 +268,11 @@ BAD = {
         lambda a: dict(u=a["u"].astype(jnp.int32)),
         "u: dtype int32 is not float32, bfloat16 or float16; cast it",
     ),
+    "a number": (lambda a: dict(erase=0.5), r"erase: 0.5 is a float, but erase is an array \[B, T, H\]"),
     "no erase": (lambda a: dict(erase=None), "erase: None, .* linear_attention"),
     "chunk": (lambda a: dict(chunk_size=40), r"chunk_size: 40 is not one of \(16, 32, 64, 128\)"),
     "ids dtype": (lambda a: dict(segment_ids=jnp.ones((2, 37))), "segment_ids: dtype float32 is not an integer"),
+    "ids as a list": (lambda a: dict(segment_ids=[[1, 2]]), r"segment_ids: \[\[1, 2\]\] is a list, but an array"),
     "ids shape": (
         lambda a: dict(segment_ids=jnp.ones((2, 36), jnp.int32)),
         r"segment_ids: shape \(2, 36\) is not \[B, T\] = \(2, 37\)",

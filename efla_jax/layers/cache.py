@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
+from efla_jax.layers.fields import check_width
 from efla_jax.ops import FenwickState
 from efla_jax.ops.segments import mask_padding
 from efla_jax.shapes import SegmentIds, State
@@ -70,6 +71,7 @@ def begin(mixer, x: jax.Array, segment_ids: SegmentIds | None, cache) -> tuple[j
     """What a call of a recurrent mixer begins with: x [B, T, D] with zeros at padding, the convolutions' inputs and the
     state where the document goes on (none and None without a cache), and the id of each row's last real token after
     it."""
+    check_width(x, mixer.width)
     if segment_ids is not None:
         x = mask_padding(segment_ids != 0, x)
     # Without inputs and a state an operator knows that its rows begin, which may be cheaper.

@@ -5,8 +5,11 @@ import difflib
 import numbers
 from collections.abc import Iterable, Mapping
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+
+from efla_jax.shapes import check_shapes
 
 DTYPES = ("float32", "bfloat16", "float16")
 MODULE_FIELDS = ("name", "parent")  # every Linen module has them; they are no options
@@ -40,6 +43,16 @@ def check_dtype(dtype: DTypeLike) -> None:
     except TypeError:  # no dtype of any kind: check_choice says so
         pass
     check_choice("dtype", dtype, DTYPES)
+
+
+def check_width(x: jax.Array, width: int) -> None:
+    """Raise ValueError unless x is [B, T, width]."""
+    sizes = check_shapes({"x": (x, "BTD")})
+    if sizes["D"] != width:
+        raise ValueError(
+            f"x: shape {x.shape} has {sizes['D']} channels, but the mixer has width={width}. Give it [B, T, {width}],"
+            f" or build it with width={sizes['D']}."
+        )
 
 
 def check_options(owner: str, module: type, options: Mapping) -> None:

@@ -1,7 +1,5 @@
 """Pure functions: recurrences, their coefficients, convolution, attention. No parameters, modules or configuration."""
 
-from efla_jax.ops.attention import KVCache as KVCache
-from efla_jax.ops.attention import init_kv_cache as init_kv_cache
 from efla_jax.ops.attention import softmax_attention as softmax_attention
 from efla_jax.ops.block_sparse_attention import block_sparse_attention as block_sparse_attention
 from efla_jax.ops.conv import causal_conv as causal_conv
@@ -13,6 +11,8 @@ from efla_jax.ops.exact_flow import phi as phi
 from efla_jax.ops.fenwick import FenwickState as FenwickState
 from efla_jax.ops.fenwick import fenwick_level as fenwick_level
 from efla_jax.ops.fenwick import init_fenwick_state as init_fenwick_state
+from efla_jax.ops.kv_cache import KVCache as KVCache
+from efla_jax.ops.kv_cache import init_kv_cache as init_kv_cache
 from efla_jax.ops.linear_attention import linear_attention as linear_attention
 from efla_jax.ops.log_linear import log_linear_attention as log_linear_attention
 from efla_jax.ops.log_linear import log_linear_delta_rule as log_linear_delta_rule

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from efla_jax.ops.attention import MASKED
+from efla_jax.ops import pallas_attention, pallas_attention_cache
 from efla_jax.ops.block_sparse_tiles import Places, Plan, tiles
-from efla_jax.ops.chunked import product
-from efla_jax.ops.dispatch import dispatch, missing_kernel, on_gpu
+from efla_jax.ops.dispatch import check_implementation, dispatch, missing_kernel, on_gpu
 from efla_jax.ops.document_chunks import (
     DocumentChunks,
     carried,
@@ -32,6 +31,7 @@ from efla_jax.ops.selected_pages import (
     advanced,
     check_selected_kv,
     init_selected_kv,
+    latest,
     outgrown,
     paged,
     with_pages,
@@ -88,6 +88,7 @@ def block_sparse_attention(
     check_arguments(q, k, v, selected, initial_state, segment_ids, chunk_size)
     kv = starting(k, v, selected, chunk_size) if initial_state is None else jax.tree.map(jnp.asarray, initial_state)
     if k.shape[1] == 0:
+        check_implementation("block_sparse_attention", implementation, (*SOLVERS, "triton"))
         return jnp.zeros((*q.shape[:3], v.shape[-1]), v.dtype), kv
     selected = selected.astype(jnp.float32)
     options = Options(chunk_size, implementation, counterfactual)
@@ -211,14 +212,6 @@ def one_token(options: Options, q, k, v, selected, kv: SelectedKV, segment_ids) 
     return over_mesh(options, local, arrays, legends, "BSQV").astype(v.dtype), state
 
 
-def latest(q, open_k, open_v, fill, pool: Pool, routes: int, pages: Callable = paged) -> jax.Array:
-    """Outputs [B, 1, H, V] of one query a row that sees the first `fill` [B] slots of its open chunk, and the pages if
-    there are any such slots; 0 if not. pages: `paged`, or another with its arguments."""
-    used, real = jnp.arange(open_k.shape[1]) < fill[:, None], fill[:, None] > 0
-    o, log_sum = in_slots(q, mask_padding(used, open_k), mask_padding(used, open_v), used)
-    return mask_padding(real, with_pages(o, log_sum, q, real, routes, pool, pages))
-
-
 class Solver(NamedTuple):
     """Who solves what: cells of whole rows, see `in_tiles`; pages, see `paged`; a single token, see `latest`."""
 
@@ -230,10 +223,10 @@ class Solver(NamedTuple):
 def over_mesh(options: Options, local: Callable, arrays, legends, result: str) -> jax.Array:
     """local(solver, *arrays) on every device's rows (and heads), by the implementation asked for."""
     op = "block_sparse_attention"
-    solvers = {"chunked": Solver(in_tiles, paged, latest), "pallas": KERNELS}
+    solvers: dict[str, Solver] = SOLVERS
     auto: tuple[str, ...] = ("chunked",)
     if options.implementation == "auto" and on_gpu():
-        solvers, auto = {"measured": MEASURED, **solvers}, ("measured", "chunked")
+        solvers, auto = {"measured": MEASURED, **SOLVERS}, ("measured", "chunked")
     table: dict[str, Callable] = {name: functools.partial(local, solver) for name, solver in solvers.items()}
     table["triton"] = missing_kernel(op)
 
@@ -254,16 +247,6 @@ def held_by(k, v, chunks: DocumentChunks, count: int, size: int) -> Held:
     source = placed(jnp.where(kept, slot, slots + jnp.arange(time)), slots)
     k, v = (carried(x, source, slot).reshape(batch, count + 1, size, *x.shape[2:]) for x in (k, v))
     return Held(k[:, :-1], v[:, :-1], k[:, -1], v[:, -1])
-
-
-def in_slots(q, k, v, used) -> tuple[jax.Array, jax.Array]:
-    """Outputs [B, 1, H, V] and L [B, 1, H], float32, of one query a row that sees the slots used [B, C] of k, v."""
-    (batch, _, heads, key_dim), key_heads = q.shape, k.shape[2]
-    groups = q.reshape(batch, key_heads, heads // key_heads, key_dim)
-    scores = jnp.where(used[:, None, None], product("bghk,bcgk->bghc", groups, k), MASKED)
-    log_sum = jax.nn.logsumexp(scores, axis=-1)
-    o = product("bghc,bcgv->bghv", jnp.exp(scores - log_sum[..., None]).astype(v.dtype), v)
-    return o.reshape(batch, 1, heads, v.shape[3]), log_sum.reshape(batch, 1, heads)
 
 
 def plan_of(count: int, size: int, packed: bool, counterfactual: bool) -> tuple[Plan, int]:
@@ -329,25 +312,22 @@ def in_tiles(plan: Plan, q, k, v, chosen, places: Places) -> tuple[jax.Array, ja
 
 def by_kernels(*arguments) -> tuple[jax.Array, jax.Array]:
     """`in_tiles` by GPU kernels."""
-    from efla_jax.ops.pallas_attention import block_sparse
-
-    return block_sparse(*arguments)
+    return pallas_attention.block_sparse(*arguments)
 
 
 def pages_by_kernels(*arguments) -> tuple[jax.Array, jax.Array]:
     """`selected_pages.paged` by GPU kernels."""
-    from efla_jax.ops.pallas_attention_cache import paged
-
-    return paged(*arguments)
+    return pallas_attention_cache.paged(*arguments)
 
 
 def latest_by_kernel(*arguments) -> jax.Array:
-    """`latest` by a GPU kernel."""
-    from efla_jax.ops.pallas_attention_cache import latest_of_pages
-
-    return latest_of_pages(*arguments)
+    """`selected_pages.latest` by a GPU kernel."""
+    return pallas_attention_cache.latest_of_pages(*arguments)
 
 
-KERNELS = Solver(by_kernels, pages_by_kernels, latest_by_kernel)
+SOLVERS = {
+    "chunked": Solver(in_tiles, paged, latest),
+    "pallas": Solver(by_kernels, pages_by_kernels, latest_by_kernel),
+}
 # What a GPU has run and timed, for "auto": not the pages of several tokens, nor pages and open chunk in one pass.
 MEASURED = Solver(by_kernels, paged, functools.partial(latest, pages=pages_by_kernels))

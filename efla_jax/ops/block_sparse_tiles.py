@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from efla_jax.ops.attention import MASKED
+from efla_jax.ops.attention_blocks import MASKED
 from efla_jax.ops.chunked import product
 from efla_jax.ops.dispatch import on_gpu
 

@@ -6,7 +6,7 @@ Wrong input is a ValueError and is never retried. Kernels are reached only from 
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -55,16 +55,20 @@ def missing_kernel(op: str) -> Callable[..., NoReturn]:
     return implementation
 
 
+def check_implementation(op: str, implementation: str, table: Iterable[str]) -> None:
+    """Raise ValueError unless the name is "auto" or one of the table's."""
+    known = ("auto", *table)
+    if implementation not in known:
+        raise ValueError(f"implementation: {implementation!r} is not known to {op}; choose one of {known}.")
+
+
 def dispatch(op: str, implementation: str, table: Table, auto: Sequence[str], arguments: tuple) -> Any:
     """Run `table[implementation](*arguments)`, or for "auto" the first name of `auto` that supports the arguments.
 
     Raises ValueError for an unknown name, NotImplementedError when the named one does not support the input, and an
     ExceptionGroup of every reason when all of `auto` decline."""
+    check_implementation(op, implementation, table)
     if implementation != "auto":
-        if implementation not in table:
-            raise ValueError(
-                f"implementation: {implementation!r} is not known to {op}; choose one of {('auto', *table)}."
-            )
         return table[implementation](*arguments)
     declined = []
     for name in auto:

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from efla_jax.ops.attention import chunked
 from efla_jax.ops.block_sparse_tiles import Places, Plan
 from efla_jax.ops.document_chunks import placed
 from efla_jax.ops.hopper import require_hopper
@@ -191,21 +190,20 @@ def block_sparse(plan: Plan, q, k, v, chosen, places: Places, config=None, inter
     return o[:, :slots], log_sum[:, :, :slots].swapaxes(1, 2)
 
 
-def softmax(q, k, v, document, cache, start=0, config=None, interpret=None) -> jax.Array:
-    """Outputs [B, T, H, V] in the dtype of v of causal attention over documents [B, T] (-1: padding; None: one), the
-    first of which goes on with the cache."""
+def softmax(q, k, v, document, _start=0, config=None, interpret=None) -> jax.Array:
+    """Outputs [B, T, H, V] in the dtype of v of causal attention over documents [B, T] (-1: padding; None: one)."""
+    require_rows(q, k, v, interpret)
+    if math.prod(q.shape) == 0:
+        return jnp.zeros((*q.shape[:3], v.shape[3]), v.dtype)
+    return causal(q, k, v, document, config, interpret)[0]
+
+
+def require_rows(q, k, v, interpret) -> None:
+    """`require` of softmax attention."""
     op = "softmax_attention"
     if q.shape[1] != k.shape[1]:
         raise NotImplementedError(f"{op}: the GPU kernels take whole rows, not a part of their queries")
     require(op, q, k, v, interpret)
-    if math.prod(q.shape) == 0:
-        return jnp.zeros((*q.shape[:3], v.shape[3]), v.dtype)
-    if cache is None:
-        return causal(q, k, v, document, config, interpret)[0]
-    from efla_jax.ops import pallas_attention_cache
-
-    pallas_attention_cache.require(op, q, cache.k, cache.v, interpret)
-    return continued(q, k, v, cache, document, config, interpret)
 
 
 def causal(q, k, v, document, config, interpret) -> tuple[jax.Array, jax.Array]:
@@ -223,33 +221,3 @@ def causal(q, k, v, document, config, interpret) -> tuple[jax.Array, jax.Array]:
     factor = jnp.ones(seen.order.shape, jnp.float32)
     o, log_sum = solve(q, k, v, factor, seen, config or kernel.SAFE, interpret)
     return o[:, :time], log_sum[..., :time].swapaxes(1, 2)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def continued(q, k, v, cache, document, config, interpret) -> jax.Array:
-    from efla_jax.ops.pallas_attention_cache import before
-
-    o, log_sum = causal(q, k, v, document, config, interpret)
-    mine = jnp.ones(q.shape[:2], bool) if document is None else document == 0
-    earlier, log_earlier = before(q, mine, cache.k, cache.v, cache.length, interpret)
-    total = jnp.logaddexp(log_sum, log_earlier)
-    o = jnp.exp(log_sum - total)[..., None] * o.astype(jnp.float32)
-    return (o + jnp.exp(log_earlier - total)[..., None] * earlier).astype(v.dtype)
-
-
-def _continued_forward(q, k, v, cache, document, config, interpret):
-    return continued(q, k, v, cache, document, config, interpret), (q, k, v, cache, document)
-
-
-def _continued_backward(_config, _interpret, saved, cotangent):
-    q, k, v, cache, document = saved
-
-    def by_xla(q, k, v, cache_k, cache_v):
-        return chunked(q, k, v, document, cache._replace(k=cache_k, v=cache_v), 0)
-
-    _, pull = jax.vjp(by_xla, q, k, v, cache.k, cache.v)
-    *gradients, d_k, d_v = pull(cotangent)
-    return *gradients, cache._replace(k=d_k, v=d_v, length=None), None
-
-
-continued.defvjp(_continued_forward, _continued_backward)

@@ -8,12 +8,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from efla_jax.ops import attention, selected_pages
-from efla_jax.ops.attention import MASKED
-from efla_jax.ops.block_sparse_attention import latest as latest_by_xla
+from efla_jax.ops import attention_blocks, selected_pages
+from efla_jax.ops.attention_blocks import MASKED
 from efla_jax.ops.document_chunks import placed
 from efla_jax.ops.hopper import require_hopper
-from efla_jax.ops.pallas_attention import CELL, WIDTH, filled
+from efla_jax.ops.pallas_attention import CELL, WIDTH, causal, filled, require_rows
 from efla_jax.ops.selected_pages import Pool
 
 
@@ -70,7 +69,7 @@ def _cached_forward(q, k, v, limit, interpret):
 
 def _cached_backward(_, saved, cotangent):
     *arrays, limit = saved
-    _, pull = jax.vjp(lambda *given: attention.latest(*given, limit), *arrays)
+    _, pull = jax.vjp(lambda *given: attention_blocks.latest(*given, limit), *arrays)
     return *pull(cotangent), None
 
 
@@ -78,7 +77,7 @@ solve_cached.defvjp(_cached_forward, _cached_backward)
 
 
 def latest(q, k, v, limit, interpret=None) -> jax.Array:
-    """`attention.latest` by the kernel."""
+    """`attention_blocks.latest` by the kernel."""
     require("softmax_attention", q, k, v, interpret)
     return solve_cached(q, k, v, jnp.minimum(limit, k.shape[1]), interpret)
 
@@ -93,6 +92,43 @@ def before(q, mine, k, v, length, interpret) -> tuple[jax.Array, jax.Array]:
     order = jnp.maximum(count - 1 - jnp.arange(cells), 0)[:, None].astype(jnp.int32)  # the last one, cut, comes first
     used = (jnp.minimum(length, k.shape[1]) - (count[:, 0] - 1) * CELL).astype(jnp.int32)
     return seen_by(mine, *forward(filled(q), k, v, order, in_tiles(mine, count), used, interpret=interpret))
+
+
+def softmax(q, k, v, document, cache, _start=0, config=None, interpret=None) -> jax.Array:
+    """`pallas_attention.softmax` whose first document goes on with the cache."""
+    require_rows(q, k, v, interpret)
+    require("softmax_attention", q, cache.k, cache.v, interpret)
+    if q.size == 0 or v.size == 0:
+        return jnp.zeros((*q.shape[:3], v.shape[3]), v.dtype)
+    return continued(q, k, v, cache, document, config, interpret)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def continued(q, k, v, cache, document, config, interpret) -> jax.Array:
+    o, log_sum = causal(q, k, v, document, config, interpret)
+    mine = jnp.ones(q.shape[:2], bool) if document is None else document == 0
+    earlier, log_earlier = before(q, mine, cache.k, cache.v, cache.length, interpret)
+    total = jnp.logaddexp(log_sum, log_earlier)
+    o = jnp.exp(log_sum - total)[..., None] * o.astype(jnp.float32)
+    return (o + jnp.exp(log_earlier - total)[..., None] * earlier).astype(v.dtype)
+
+
+def _continued_forward(q, k, v, cache, document, config, interpret):
+    return continued(q, k, v, cache, document, config, interpret), (q, k, v, cache, document)
+
+
+def _continued_backward(_config, _interpret, saved, cotangent):
+    q, k, v, cache, document = saved
+
+    def by_xla(q, k, v, cache_k, cache_v):
+        return attention_blocks.chunked(q, k, v, document, cache._replace(k=cache_k, v=cache_v), 0)
+
+    _, pull = jax.vjp(by_xla, q, k, v, cache.k, cache.v)
+    *gradients, d_k, d_v = pull(cotangent)
+    return *gradients, cache._replace(k=d_k, v=d_v, length=None), None
+
+
+continued.defvjp(_continued_forward, _continued_backward)
 
 
 # ---- pages of selected chunks ---------------------------------------------------------------------------------------
@@ -173,7 +209,7 @@ def _latest_backward(routes, _, saved, cotangent):
 
     def by_xla(q, open_k, open_v, k, v, weight):
         given = pool._replace(k=k, v=v, weight=weight)
-        return latest_by_xla(q, open_k, open_v, fill, given, routes).astype(open_v.dtype)
+        return selected_pages.latest(q, open_k, open_v, fill, given, routes).astype(open_v.dtype)
 
     _, pull = jax.vjp(by_xla, q, open_k, open_v, pool.k, pool.v, pool.weight)
     *gradients, d_k, d_v, d_weight = pull(cotangent)
@@ -184,7 +220,7 @@ solve_latest.defvjp(_latest_forward, _latest_backward)
 
 
 def latest_of_pages(q, open_k, open_v, fill, pool: Pool, routes: int, interpret=None) -> jax.Array:
-    """`block_sparse_attention.latest` by the kernel."""
+    """`selected_pages.latest` by the kernel."""
     require_pages(q, pool, interpret)
     if not open_k.dtype == open_v.dtype == q.dtype:
         raise NotImplementedError(f"block_sparse_attention: an open chunk of {open_k.dtype}, but q of {q.dtype}")

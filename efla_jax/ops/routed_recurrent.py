@@ -53,7 +53,7 @@ class Routed(NamedTuple):
 def routed(q, k, u, erase, log_decay, keep, initial_state, segment_ids, size: int) -> Routed:
     """Check every argument (ValueError) and return the clean form."""
     state, start, opened, position = (None,) * 4 if initial_state is None else initial_state
-    both = keep.ndim == 4
+    both = getattr(keep, "ndim", 3) == 4
     sizes = check_shapes(
         {
             "u": (u, "BTHV"),

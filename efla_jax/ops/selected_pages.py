@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from efla_jax.ops.attention import MASKED
+from efla_jax.ops.attention_blocks import MASKED
 from efla_jax.ops.block_sparse_tiles import added, window
 from efla_jax.ops.chunked import product
 from efla_jax.ops.document_chunks import DocumentChunks
@@ -352,3 +352,21 @@ def _over_pages_backward(plan, saved, cotangents):
 
 
 over_pages.defvjp(_over_pages_forward, _over_pages_backward)
+
+
+def in_slots(q, k, v, used) -> tuple[jax.Array, jax.Array]:
+    """Outputs [B, 1, H, V] and L [B, 1, H], float32, of one query a row that sees the slots used [B, C] of k, v."""
+    (batch, _, heads, key_dim), key_heads = q.shape, k.shape[2]
+    groups = q.reshape(batch, key_heads, heads // key_heads, key_dim)
+    scores = jnp.where(used[:, None, None], product("bghk,bcgk->bghc", groups, k), MASKED)
+    log_sum = jax.nn.logsumexp(scores, axis=-1)
+    o = product("bghc,bcgv->bghv", jnp.exp(scores - log_sum[..., None]).astype(v.dtype), v)
+    return o.reshape(batch, 1, heads, v.shape[3]), log_sum.reshape(batch, 1, heads)
+
+
+def latest(q, open_k, open_v, fill, pool: Pool, routes: int, pages: Callable = paged) -> jax.Array:
+    """Outputs [B, 1, H, V] of one query a row that sees the first `fill` [B] slots of its open chunk, and the pages if
+    there are any such slots; 0 if not. pages: `paged`, or another with its arguments."""
+    used, real = jnp.arange(open_k.shape[1]) < fill[:, None], fill[:, None] > 0
+    o, log_sum = in_slots(q, mask_padding(used, open_k), mask_padding(used, open_v), used)
+    return mask_padding(real, with_pages(o, log_sum, q, real, routes, pool, pages))
