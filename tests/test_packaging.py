@@ -1,6 +1,7 @@
 """Wheel, sdist, editable install and bare checkout all import `efla_jax.kernels`, from another folder."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -125,6 +126,16 @@ def test_wheel_states_licence_python_and_extras(built, version):
 
 def test_citation_names_the_version(version):
     assert f"version: {version}" in (ROOT / "CITATION.cff").read_text().splitlines()
+
+
+def test_every_paper_of_a_mixer_is_cited():
+    """Those that the layers name, softmax attention's, and no paper twice."""
+    named = {"1706.03762"}
+    for file in (ROOT / "efla_jax" / "layers").glob("*.py"):
+        named |= set(re.findall(r"arXiv (\d{4}\.\d{5})", file.read_text()))
+    cited = re.findall(r'"https://arxiv.org/abs/([0-9.]+)"', (ROOT / "CITATION.cff").read_text())
+    assert len(named) > 8 and named <= set(cited) and len(set(cited)) == len(cited)
+
 
 
 def test_sdist_holds_what_a_checkout_has(built, checkout):
