@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments import nats_l_contexts as contexts
 from experiments import nats_l_latency as latency
 
 WORDS = ["--size=tiny", "--dtype=float32", "--lengths=128", "--fractions=0.5", "--tokens=2", "--repeats=1"]
@@ -15,7 +16,7 @@ WORDS = ["--size=tiny", "--dtype=float32", "--lengths=128", "--fractions=0.5", "
 
 @pytest.mark.parametrize("fraction", (0.0, 0.1, 0.25, 0.5, 1.0))
 def test_every_head_chooses_softmax_for_the_fraction_asked_for(fraction):
-    found = latency.chooses_softmax(np.arange(2048)[:, None], np.arange(6), fraction, np)
+    found = contexts.chooses_softmax(np.arange(2048)[:, None], np.arange(6), fraction, np)
     np.testing.assert_allclose(found.mean(0), fraction, atol=2e-3)
 
 
@@ -25,7 +26,7 @@ def test_a_context_that_was_read_and_one_that_is_made_up_hold_the_same_pages():
     model = latency.model_of("nats_l_hybrid", chosen, unrolled=True)
     tokens = jnp.ones((1, 320), jnp.int32)
     _, cache = jax.jit(lambda params: latency.read(model, params, tokens, 0.3))(latency.parameters(model))
-    made = latency.begun(model, 320, 400, 0.3)
+    made = contexts.begun(model, 320, 400, 0.3)
     for part, other in zip(cache[2].kv, made[2].kv, strict=True):
         assert part.shape[3:] == other.shape[3:]
     kv, other = cache[2].kv, made[2].kv
