@@ -53,6 +53,7 @@ class Config:
 TABLE: dict[tuple[str, int, int, str], Config] = {
     ("NVIDIA H200", 64, 64, "bfloat16"): Config(),
     ("NVIDIA H200", 128, 128, "bfloat16"): Config(),
+    ("NVIDIA H200", 256, 128, "bfloat16"): Config(stages=2, walk=(3.8, 3.8), summary=(2.8, 2.8), combine=10.0),
 }
 SAFE = Config(stages=2)
 

@@ -70,6 +70,9 @@ SUMS = 7  # vectors of one warpgroup, in this order; STATE is over rows of the s
 MIXED, COLUMN, READ, SEEN, LEFT, STATE, VALUE = range(SUMS)
 
 
+WIDE = ReverseConfig(walk=(4.2, 4.2), summary=(3.4, 3.4), combine=10.0)  # with K = 256; estimates
+
+
 class Inputs(NamedTuple):
     """Arguments of `gradients` in device memory; u is W if keys come in halves; documents may be absent, of_value and
     of_seen [B, H, T] are those of `delta_flow.Slopes`, with raw keys."""
@@ -507,7 +510,8 @@ def backward(
             f"delta rule backward: K must be in {KEY_DIMS} (raw keys: at most 128), V in {VALUE_DIMS}, T a multiple of"
             f" {CHUNK}, k of 16 bits; got K = {key_dim}, V = {value_dim}, T = {time}, {k.dtype}."
         )
-    config = ReverseConfig() if config is None else config
+    if config is None:
+        config = WIDE if key_dim > 128 else ReverseConfig()
     sharing = heads // erase.shape[1]
     sizes = Sizes(
         batch,

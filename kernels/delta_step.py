@@ -5,9 +5,12 @@
 One token moves 8 K V bytes a head for 6 K V operations, so bytes are all that counts. A program of maps and sums reads
 the state twice, as w needs the whole of S before the first row of S' can be written. Here a warpgroup keeps a head's
 state in its registers: thread t holds a column of it, K numbers, so that both sums over K stay inside a thread. Shared
-memory and barriers are needed only for values narrower than a warpgroup; blocks hide each other's loads. Columns are
-independent, hence a block for every 128. Sources: DeltaNet (arXiv 2406.06484), Gated DeltaNet (arXiv 2412.06464).
+memory and barriers are needed only for values narrower than a warpgroup, and for columns longer than a thread has
+registers, which two warpgroups share; blocks hide each other's loads. Columns are independent, hence a block for every
+128. Sources: DeltaNet (arXiv 2406.06484), Gated DeltaNet (arXiv 2412.06464).
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +26,17 @@ TOGETHER = 8  # rows whose k and q are loaded before the first of them is stored
 SUMS = 4  # partial sums in flight, each a chain of dependent additions
 
 
-def unsupported(key_dim: int, value_dim: int) -> str | None:
-    """Why the kernel does not cover these sizes, or None."""
+def warpgroups(key_dim: int, value_dim: int) -> int:
+    """How many share a block's columns: two where a column of 128 is too long for one."""
+    return 2 if value_dim >= LANES and key_dim > MOST_ROWS else 1
+
+
+def unsupported(key_dim: int, value_dim: int, most_warpgroups: int = 2) -> str | None:
+    """Why the kernel does not cover these sizes with so many warpgroups at most, or None."""
     if value_dim != LANES // 2 and value_dim % LANES:
         return f"value dim {value_dim} is neither {LANES // 2} nor a multiple of {LANES}"
     rows = key_dim * min(value_dim, LANES) // LANES
+    rows //= min(warpgroups(key_dim, value_dim), most_warpgroups)
     if rows > MOST_ROWS or rows % TOGETHER:
         return f"key dim {key_dim} needs {rows} registers a thread: not a multiple of {TOGETHER} up to {MOST_ROWS}"
     return None
@@ -47,10 +56,13 @@ def step(q, k, u, erase, log_decay, state, *, interpret=None) -> tuple[jax.Array
     lines = state.reshape(batch, heads, key_dim // folds, value_dim * folds)
     decay = jnp.exp(log_decay)
     gates = (decay,) if erase is None else (decay, erase * decay)
-    mesh = plgpu.Mesh(grid=(batch, heads, lines.shape[-1] // LANES), grid_names=("batch", "head", "column"))
+    parts = warpgroups(key_dim, value_dim)
+    threads = dict(num_threads=parts, thread_name="part") if parts > 1 else {}
+    grid = batch, heads, lines.shape[-1] // LANES
+    mesh = plgpu.Mesh(grid=grid, grid_names=("batch", "head", "column"), **threads)
     # Not plgpu.kernel: its vmap wrapper takes no Ref, and a Ref is what makes the new state take the old one's buffer.
     call = pl.kernel(
-        _body(key_dim, folds, heads // k.shape[1], erase is not None),
+        _body(key_dim, folds, parts, heads // k.shape[1], erase is not None),
         out_type=jax.ShapeDtypeStruct((batch, heads, lines.shape[-1]), u.dtype),
         mesh=mesh,
         scratch_types=(),
@@ -72,10 +84,11 @@ def _total(terms: list) -> jax.Array:
     return sum(chains[1:], chains[0])
 
 
-def _body(key_dim: int, folds: int, group: int, erases: bool):
-    """The program of one block: state [K / folds, LANES] of one head, as rows of threads."""
+def _body(key_dim: int, folds: int, parts: int, group: int, erases: bool):
+    """The program of one block: state [K / folds, LANES] of one head, as rows of threads, a part of them in each
+    warpgroup."""
     layout = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
-    lines = key_dim // folds
+    lines = key_dim // folds // parts
     block = range(0, lines, TOGETHER)
 
     def coefficients(ref, first: int) -> list:
@@ -87,27 +100,63 @@ def _body(key_dim: int, folds: int, group: int, erases: bool):
         left = plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=layout) < LANES // 2
         return [jnp.where(left, *(jnp.full((LANES,), x) for x in numbers[2 * i : 2 * i + 2])) for i in range(TOGETHER)]
 
-    def body(q_gmem, k_gmem, u_gmem, gates_gmem, state_gmem, o_gmem):
+    def body(q_gmem, k_gmem, u_gmem, gates_gmem, state_gmem, o_gmem, *scratch):
         b, h, column = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("column")
         q, k = (x.at[b, lax.div(h, group)] for x in (q_gmem, k_gmem))
+        rows = state_gmem.at[b, h]
+        if parts > 1:
+            part = lax.axis_index("part")
+            q, k, rows = (x.at[pl.ds(part * lines, lines)] for x in (q, k, rows))
+            across = _among_warpgroups(part, layout, *scratch)
+        else:
+            across = _across_halves(folds, layout)
         here = pl.ds(column * LANES, LANES)
-        state = [plgpu.load(state_gmem.at[b, h, i, here], layout=layout) for i in range(lines)]
+        state = [plgpu.load(rows.at[i, here], layout=layout) for i in range(lines)]
         decay = gates_gmem[b, h, 0]
         w = plgpu.load(u_gmem.at[b, h, here], layout=layout).astype(jnp.float32)
         if erases:
             terms = [x * s for i in block for x, s in zip(coefficients(k, i), state[i : i + TOGETHER], strict=True)]
-            w -= gates_gmem[b, h, 1] * across(_total(terms))
+            w -= gates_gmem[b, h, 1] * across(_total(terms), 0)
         read = []
         for i in block:
             keys, queries = coefficients(k, i), coefficients(q, i)
             after = [decay * s + x * w for s, x in zip(state[i : i + TOGETHER], keys, strict=True)]
             read += [x * s for x, s in zip(queries, after, strict=True)]
             for j, s in enumerate(after):
-                state_gmem[b, h, i + j, here] = s
-        o_gmem[b, h, here] = across(_total(read)).astype(o_gmem.dtype)
+                rows[i + j, here] = s
+        o = across(_total(read), 1).astype(o_gmem.dtype)
+        if parts == 1:
+            o_gmem[b, h, here] = o
+        else:
 
-    def across(part):
-        """The sum over the two halves of the threads where they hold rows of the same columns, in both halves."""
+            @pl.when(part == 0)
+            def _():
+                o_gmem[b, h, here] = o
+
+    def shared(*refs):  # what the warpgroups exchange: two sums of each
+        scratch = plgpu.SMEM((2, parts, LANES), jnp.float32), plgpu.Barrier(num_arrivals=parts)
+        pl.run_scoped(functools.partial(body, *refs), *scratch, collective_axes="part")
+
+    return body if parts == 1 else shared
+
+
+def _among_warpgroups(part, layout, sums, barrier):
+    """across(x, use): the sum over the two warpgroups, in both, the same bits; each use once, in their order."""
+
+    def across(x, use: int):
+        sums[use, part] = x
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(barrier)
+        plgpu.barrier_wait(barrier)
+        return x + plgpu.load(sums.at[use, 1 - part], layout=layout)
+
+    return across
+
+
+def _across_halves(folds: int, layout):
+    """across(x, use): the sum over the two halves of the threads where they hold rows of the same columns, in both."""
+
+    def across(part, _: int):
         if folds == 1:
             return part
 
@@ -120,4 +169,4 @@ def _body(key_dim: int, folds: int, group: int, erases: bool):
 
         return pl.run_scoped(exchange, plgpu.SMEM((2 * LANES,), jnp.float32))
 
-    return body
+    return across

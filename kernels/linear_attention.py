@@ -48,6 +48,8 @@ TABLE: dict[tuple[str, int, int, str], Config] = {
     ("NVIDIA H200", 128, 64, "bfloat16"): Config(),
     ("NVIDIA H200", 128, 128, "bfloat16"): Config(),
     ("NVIDIA H200", 64, 64, "bfloat16"): Config(),
+    ("NVIDIA H200", 256, 256, "bfloat16"): Config(),
+    ("NVIDIA H200", 256, 512, "bfloat16"): Config(),
 }
 SAFE = Config(stages=2)
 

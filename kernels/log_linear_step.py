@@ -52,7 +52,7 @@ def step(q, k, u, erase, log_decay, weights, live, depth, states, *, interpret=N
     h // (H // G). interpret: parameters of Mosaic's interpreter, for a CPU. Raises NotImplementedError for sizes that
     it does not cover."""
     batch, heads, slots, key_dim, value_dim = states.shape
-    if reason := unsupported(key_dim, value_dim):
+    if reason := unsupported(key_dim, value_dim, 1):
         raise NotImplementedError(f"one-token kernel: {reason}.")
     folds = max(LANES // value_dim, 1)
     lines = states.reshape(batch, heads, slots, key_dim // folds, value_dim * folds)

@@ -25,7 +25,7 @@ def one_token(f: Fenwick, interpret=None) -> tuple[jax.Array, jax.Array]:
     x = f.x
     if x.u.size == 0 or x.k.shape[1] != 1:
         raise NotImplementedError(f"one-token kernel: u has shape {x.u.shape}, but it takes T = 1 and no empty axis.")
-    if reason := unsupported(x.k.shape[3], x.u.shape[3]):
+    if reason := unsupported(x.k.shape[3], x.u.shape[3], 1):
         raise NotImplementedError(f"one-token kernel: {reason}; use implementation='recurrent'.")
     return _solve(f._replace(states=states_of(f)), interpret)
 
