@@ -6,6 +6,8 @@ or one decoded token at a time.
     python -m experiments.benchmark --op=log_linear_delta_rule         # beside the flat operator and softmax attention
     python -m experiments.benchmark --op=log_linear_delta_rule --decode --positions=1023,131071
     python -m experiments.benchmark --op=block_sparse_attention --selected=0.25 --lengths=8192,16384,32768
+    python -m experiments.benchmark --op=block_sparse_attention --decode --positions=131071 --heads=12 --routes=6 \
+        --key_dim=64 --value_dim=128 --dtype=bfloat16 --implementations=auto,pallas,chunked          # behind pages
     python -m experiments.benchmark --implementations=pallas,chunked --launches=10 --dtype=bfloat16 ...   # device time
     python -m experiments.benchmark --tune --batch=16 --lengths=2048 --dtype=bfloat16 ...         # configs of a kernel
 
@@ -18,15 +20,15 @@ routed operator each head gives the part --selected of its chunks, at random, to
 that keeps all, or the same block-sparse attention with all of them selected, which is full causal attention.
 
 --decode writes decode.csv and decode.md: bytes of the state and time per token of the --tokens tokens that end at each
-position, inside one compiled loop. The states and caches it begins with are random numbers where that position has
-some, as time does not depend on what they are.
+position, inside one compiled loop; on a GPU also the time of the kernels alone. The states and caches it begins with
+are random numbers where that position has some, as time does not depend on what they are. Block-sparse attention has
+pages of each of --fractions of the chunks, spread evenly, for each routing head.
 
 --launches=10 queues ten calls before it waits, which hides the host's part of them. --tune does so for every config of
 the operator's GPU kernel and writes the fastest over all --lengths, by forward + backward, to tune.json: the row for
 the table in `kernels/`, with everything tried beside it, failures too.
 """
 
-import csv
 import dataclasses
 import itertools
 import json
@@ -41,89 +43,45 @@ import jax
 import jax.numpy as jnp
 from absl import app, flags
 
-from efla_jax import metrics, ops, selfcheck
+from efla_jax import metrics, selfcheck
 from efla_jax.ops import tuning
-
-LEVELED = {"log_linear_delta_rule": "delta_rule", "log_linear_attention": "linear_attention"}
-ROUTED = {"routed_delta_rule": "delta_rule", "block_sparse_attention": "block_sparse_attention"}
-FLAT = LEVELED | ROUTED  # what each is compared with
-OP = flags.DEFINE_enum("op", "delta_rule", ["delta_rule", "linear_attention", *FLAT], "operator to measure")
-IMPLEMENTATIONS = flags.DEFINE_list(
-    "implementations",
-    [],
-    "what to compare; by default recurrent,associative,chunked,softmax, or chunked,flat,softmax of another --op",
+from experiments import benchmark_decoding, benchmark_setting
+from experiments.benchmark_setting import (
+    BATCH,
+    DECODE,
+    DTYPE,
+    FLAT,
+    FRACTIONS,
+    HEADS,
+    IMPLEMENTATIONS,
+    KEY_DIM,
+    KEY_HEADS,
+    KNOWN,
+    LAUNCHES,
+    LENGTHS,
+    MEMORY_LIMIT,
+    OP,
+    OUT,
+    POSITIONS,
+    REPEATS,
+    ROUTED,
+    ROUTES,
+    SELECTED,
+    SLOW,
+    TOKENS,
+    TUNE,
+    VALUE_DIM,
+    apply,
+    levels_of,
+    make_inputs,
+    markdown,
+    numbers,
+    save,
+    title,
 )
-LENGTHS = flags.DEFINE_list("lengths", ["512", "1024", "2048", "4096", "8192", "16384", "32768"], "sequence lengths T")
-BATCH = flags.DEFINE_integer("batch", 1, "rows B", lower_bound=1)
-HEADS = flags.DEFINE_integer("heads", 4, "heads H", lower_bound=1)
-KEY_HEADS = flags.DEFINE_integer("key_heads", 0, "key heads G, which divide the heads; 0: as many", lower_bound=0)
-KEY_DIM = flags.DEFINE_integer("key_dim", 64, "key dim K", lower_bound=1)
-VALUE_DIM = flags.DEFINE_integer("value_dim", 64, "value dim V", lower_bound=1)
-LEVELS = flags.DEFINE_integer("levels", 0, "levels L; 0: what the length or position needs", lower_bound=0)
-SELECTED = flags.DEFINE_float("selected", 0.25, "of a routed --op: part of the chunks for softmax", 0.0, 1.0)
-DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "dtype of q, k and v")
-CHUNK_SIZE = flags.DEFINE_enum("chunk_size", "64", ["16", "32", "64", "128"], "tokens of a chunk")
-REPEATS = flags.DEFINE_integer("repeats", 5, "timed calls; the median counts", lower_bound=1)
-LAUNCHES = flags.DEFINE_integer("launches", 1, "calls queued before one waits for them", lower_bound=1)
-TUNE = flags.DEFINE_bool("tune", False, "time every config of the GPU kernel, write the fastest")
-MEMORY_LIMIT = flags.DEFINE_float("memory_limit_gib", 6.0, "skip programs whose temporaries need more")
-SLOW = flags.DEFINE_float("slow_ms", 8000.0, "skip longer sequences of an implementation once a call took this long")
-DECODE = flags.DEFINE_bool("decode", False, "measure tokens one at a time")
-POSITIONS = flags.DEFINE_list("positions", ["1023", "131071"], "with --decode: where the last token stands, from 0")
-TOKENS = flags.DEFINE_integer("tokens", 64, "with --decode: tokens of a timed call", lower_bound=1)
-OUT = flags.DEFINE_string("out", "runs/benchmark", "folder for the table and the picture")
+
+flags.adopt_module_key_flags(benchmark_setting)
 PASSES = ("forward", "forward+backward")
-KNOWN = ("recurrent", "associative", "chunked", "pallas", "flat", "softmax")
-
-
-def levels_of(last: int) -> int:
-    """How many levels a query at position `last` sees its document at."""
-    return LEVELS.value or last.bit_length() + 1
-
-
-def make_inputs(name: str, length: int, levels: int) -> dict[str, jax.Array]:
-    """Random arguments of the implementation `name`: unit keys, erase in (0, 1), log decay of about -0.1, level weights
-    about 0.8."""
-    keys = iter(jax.random.split(jax.random.key(length), 7))
-    heads, key_heads = HEADS.value, KEY_HEADS.value or HEADS.value
-
-    def normal(*rest):
-        return jax.random.normal(next(keys), (BATCH.value, length, *rest))
-
-    key = (heads, VALUE_DIM.value) if name == "softmax" else (key_heads, KEY_DIM.value)
-    inputs = {"q": ops.l2_normalize(normal(*key)), "k": ops.l2_normalize(normal(*key))}
-    inputs["u"] = normal(heads, VALUE_DIM.value)
-    inputs = {argument: x.astype(DTYPE.value) for argument, x in inputs.items()}
-    if name == "softmax":
-        return inputs
-    if OP.value in ROUTED:
-        drawn = jax.random.uniform(next(keys), (BATCH.value, -(-length // int(CHUNK_SIZE.value)), heads))
-        selected = (drawn < SELECTED.value).astype(jnp.float32)
-        if OP.value == "block_sparse_attention":
-            return inputs | {"selected": jnp.ones_like(selected) if name == "flat" else selected}
-        if name != "flat":
-            inputs["keep"] = 1 - selected
-    if OP.value.endswith("delta_rule"):
-        inputs["erase"] = jax.nn.sigmoid(normal(heads))
-    inputs["log_decay"] = -jax.nn.softplus(normal(heads) - 2)
-    if OP.value in LEVELED and name != "flat":
-        inputs["level_weights"] = jax.nn.softplus(normal(heads, levels))
-    return inputs
-
-
-def apply(name: str, inputs: dict[str, jax.Array], state: Any = None, config: Any = None) -> tuple[jax.Array, Any]:
-    """(outputs, state) of the implementation `name`; config: of its GPU kernel, instead of the table's."""
-    if config is not None:
-        return tuning.run(OP.value, inputs, config)
-    if name == "softmax":
-        q = inputs["q"] * inputs["q"].shape[-1] ** -0.5
-        return ops.softmax_attention(q, inputs["k"], inputs["u"], initial_state=state)
-    op = getattr(ops, FLAT[OP.value] if name == "flat" else OP.value)
-    implementation, size = name if name in KNOWN[:4] else "auto", int(CHUNK_SIZE.value)
-    if OP.value == "block_sparse_attention":
-        q, k, v, selected = (inputs[argument] for argument in ("q", "k", "u", "selected"))
-        return op(q * q.shape[-1] ** -0.5, k, v, selected, implementation=implementation, chunk_size=size)
-    return op(**inputs, initial_state=state, implementation=implementation, chunk_size=size)
 
 
 def program(name: str, both: bool, config: Any = None) -> Callable:
@@ -190,38 +148,6 @@ def table(rows: list[dict]) -> str:
     return markdown(rows, shown, {"tokens_per_s": ",.0f", "memory_mib": ".1f"})
 
 
-def markdown(rows: list[dict], shown: dict[str, str], formats: dict[str, str]) -> str:
-    """A Markdown table of the columns `shown` under their headings; numbers that are not whole with two digits, what is
-    not known as nothing."""
-
-    def cell(value, form: str) -> str:
-        return ("" if math.isnan(value) else format(value, form or ".2f")) if isinstance(value, float) else str(value)
-
-    lines = [f"| {' | '.join(shown.values())} |", "| --- " * len(shown) + "|"]
-    lines += (f"| {' | '.join(cell(row[c], formats.get(c, '')) for c in shown)} |" for row in rows)
-    return "\n".join(lines)
-
-
-def title() -> str:
-    """What was measured, where and at which sizes."""
-    shape = f"B={BATCH.value}, H={HEADS.value}, K={KEY_DIM.value}, V={VALUE_DIM.value}"
-    shape += f", G={KEY_HEADS.value}" if KEY_HEADS.value else ""
-    shape += f", {SELECTED.value:g} of the chunks for softmax" if OP.value in ROUTED else ""
-    where = f"{jax.devices()[0].device_kind}, jax {jax.__version__}"
-    return f"{OP.value} on {where}: {shape}, {DTYPE.value}, chunk {CHUNK_SIZE.value}"
-
-
-def save(rows: list[dict], name: str, text: str) -> None:
-    """NAME.csv and NAME.md in --out."""
-    out = pathlib.Path(OUT.value)
-    out.mkdir(parents=True, exist_ok=True)
-    with open(out / f"{name}.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-    (out / f"{name}.md").write_text(f"{title()}\n\n{text}\n")
-
-
 def draw(rows: list[dict], path: pathlib.Path) -> None:
     """Time and memory of forward + backward over the length, all axes logarithmic."""
     both = [r for r in rows if r["measured"] == PASSES[True]]
@@ -236,78 +162,6 @@ def draw(rows: list[dict], path: pathlib.Path) -> None:
             panels.append(metrics.Panel(lines, "tokens T", label, heading if not panels else "", logarithmic=True))
     if panels:
         metrics.plot_lines(panels, path)
-
-
-def begin_state(name: str, position: int, levels: int) -> Any:
-    """Random numbers as the state of a row that has seen `position` tokens, with room for --tokens more."""
-    batch, heads, dims = BATCH.value, HEADS.value, (KEY_DIM.value, VALUE_DIM.value)
-    numbers = jax.random.key(position)
-    stands = jnp.full((batch,), position, jnp.int32)
-    if name == "softmax":
-        cache = ops.init_kv_cache(batch, position + TOKENS.value, heads, dims[1], dims[1], DTYPE.value)
-        k = jax.random.normal(numbers, cache.k.shape, cache.k.dtype).at[:, position:].set(0)
-        return ops.KVCache(k, jnp.flip(k, axis=2), stands)
-    if OP.value not in FLAT or name == "flat":
-        return jax.random.normal(numbers, (batch, heads, *dims))
-    states = jax.random.normal(numbers, (batch, heads, levels, *dims))
-    return ops.FenwickState(jnp.where(live(position, levels)[:, None, None], states, 0.0), stands)
-
-
-def live(position: int, levels: int) -> jax.Array:
-    """Which slots hold something after `position` tokens: bits of the position, the last slot all above."""
-    level = jnp.arange(levels)
-    bits = position >> jnp.maximum(level - 1, 0)
-    return jnp.where(level == levels - 1, bits > 0, (level > 0) & (bits & 1 > 0))
-
-
-def decoder(name: str) -> Callable:
-    """(state, inputs of some tokens) -> their outputs and the state after them, one token after the other."""
-
-    def step(state, token):
-        o, state = apply(name, jax.tree.map(lambda x: x[:, None], token), state)
-        return state, o
-
-    def decode(state, inputs):
-        state, o = jax.lax.scan(step, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), inputs))
-        return o, state
-
-    return decode
-
-
-def measure_decoding(position: int, names: list[str]) -> list[dict]:
-    """One row per implementation: the --tokens tokens that end at `position`, in turns as in `measure`."""
-    count, levels = min(TOKENS.value, position + 1), levels_of(position)
-    begin, runs, times = position + 1 - count, {}, {name: [] for name in names}
-    rows = []
-    for name in names:
-        inputs, state = make_inputs(name, count, levels), begin_state(name, begin, levels)
-        run = jax.jit(decoder(name), donate_argnums=0).lower(state, inputs).compile()
-        size = used = sum(x.nbytes for x in jax.tree.leaves(state))
-        row = dict(op=OP.value, implementation=name, position=position, levels="", state_bytes=size)
-        if isinstance(state, ops.FenwickState):
-            used, row["levels"] = size * int(live(position, levels).sum()) / levels, levels
-        rows.append(row | dict(live_mib=used / 2**20, state_mib=size / 2**20))
-        runs[name] = run, inputs, run(state, inputs)[1]
-    for _ in range(REPEATS.value):
-        for name, (run, inputs, state) in runs.items():
-            if isinstance(state, ops.FenwickState):  # back to where it began: contents are random anyway
-                state = state._replace(position=jnp.full_like(state.position, begin))
-            elif isinstance(state, ops.KVCache):
-                state = state._replace(length=jnp.full_like(state.length, begin))
-            jax.block_until_ready(state)
-            started = time.perf_counter()
-            _, state = jax.block_until_ready(run(state, inputs))
-            times[name].append(time.perf_counter() - started)
-            runs[name] = run, inputs, state
-    return [r | dict(us_per_token=1e6 * statistics.median(times[r["implementation"]]) / count) for r in rows]
-
-
-def numbers(flag: flags.FlagHolder, least: int) -> list[int]:
-    """The whole numbers of a list flag, in order."""
-    if not flag.value or not all(word.strip().isdecimal() and int(word) >= least for word in flag.value):
-        given = f"--{flag.name}={','.join(flag.value)}"
-        raise app.UsageError(f"{given}: not whole numbers from {least} on; write e.g. --{flag.name}=512,1024")
-    return sorted(map(int, flag.value))
 
 
 def by_length(names: list[str]) -> None:
@@ -353,43 +207,41 @@ def tune() -> None:
     print(f"fastest: {fastest['config']}\nwritten: {out}/tune.json")
 
 
-def by_position() -> None:
-    """The benchmark of single tokens at --positions."""
-    names = [OP.value, *(["flat"] if OP.value in FLAT else []), "softmax"]
-    shown = {"position": "position", "implementation": "operator", "levels": "levels"}
-    shown |= {"state_mib": "state MiB", "live_mib": "live MiB", "us_per_token": "microseconds per token"}
-    rows: list[dict] = []
-    for position in numbers(POSITIONS, 0):
-        rows += measure_decoding(position, names)
-        text = markdown(rows, shown, {"us_per_token": ".1f"})
-        save(rows, "decode", text)
-    print(f"{text}\n\nwritten: {OUT.value}/decode.csv, .md")
+def default_names(compares: bool) -> list[str]:
+    """What to compare where --implementations does not say."""
+    if DECODE.value:
+        beside = ["chunked"] if OP.value in ROUTED else ["flat"] if compares else []
+        return ["auto", *beside, "softmax"]
+    return ["chunked", "flat", "softmax"] if compares else ["recurrent", "associative", "chunked", "softmax"]
 
 
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"stray argument {argv[1]!r}: flags are written --name=value")
     compares = OP.value in FLAT
-    default = ["chunked", "flat", "softmax"] if compares else ["recurrent", "associative", "chunked", "softmax"]
-    names = IMPLEMENTATIONS.value or default
+    names = IMPLEMENTATIONS.value or default_names(compares)
     for name in names:
         if name not in KNOWN:
             raise app.UsageError(f"--implementations: {name!r} is not one of {KNOWN}")
     if not compares and "flat" in names:
         raise app.UsageError(f"--implementations: 'flat' is {OP.value} itself; it stands beside {list(FLAT)} only")
-    for flag in (IMPLEMENTATIONS, LENGTHS) if DECODE.value else (POSITIONS, TOKENS):
+    for flag in (LENGTHS, SELECTED) if DECODE.value else (POSITIONS, TOKENS, FRACTIONS):
         if flag.present:
             raise app.UsageError(f"--{flag.name} goes {'without --decode' if DECODE.value else 'with --decode only'}")
     if TUNE.value and (DECODE.value or IMPLEMENTATIONS.present):
         raise app.UsageError("--tune: goes with neither --decode nor --implementations; it measures one kernel")
     if SELECTED.present and OP.value not in ROUTED:
         raise app.UsageError(f"--selected goes with --op={' or '.join(ROUTED)}")
-    if DECODE.value and OP.value in ROUTED:
-        raise app.UsageError(f"--decode: not of --op={OP.value}, whose memory depends on what was chosen")
+    if DECODE.value and OP.value == "routed_delta_rule":
+        raise app.UsageError(f"--decode: not of --op={OP.value}, one of whose tokens is the delta rule's")
+    if ROUTES.present and OP.value != "block_sparse_attention":
+        raise app.UsageError("--routes goes with --op=block_sparse_attention")
+    if HEADS.value % (ROUTES.value or HEADS.value):
+        raise app.UsageError(f"--routes={ROUTES.value} must divide --heads={HEADS.value}")
     if HEADS.value % (KEY_HEADS.value or HEADS.value):
         raise app.UsageError(f"--key_heads={KEY_HEADS.value} must divide --heads={HEADS.value}")
     try:
-        tune() if TUNE.value else by_position() if DECODE.value else by_length(names)
+        tune() if TUNE.value else benchmark_decoding.by_position(names) if DECODE.value else by_length(names)
     except NotImplementedError as reason:
         raise app.UsageError(f"--{'tune' if TUNE.value else 'implementations'}: {reason}") from None
     except ValueError as reason:

@@ -59,6 +59,15 @@ REFUSED = {
     "position without decoding": (["experiments.benchmark", "--positions=8"], "--positions goes with --decode only"),
     "nothing to select": (["experiments.benchmark", "--selected=0.5"], "--selected goes with --op=routed_delta"),
     "decoding of choices": (["experiments.benchmark", "--op=routed_delta_rule", "--decode"], "--decode: not of"),
+    "parts of other caches": (
+        ["experiments.benchmark", "--decode", "--fractions=0.1"],
+        "--fractions goes with --op=block_sparse_attention",
+    ),
+    "no part": (
+        ["experiments.benchmark", "--op=block_sparse_attention", "--decode", "--fractions=0.1,2"],
+        "--fractions=0.1,2: not numbers from 0 to 1",
+    ),
+    "routes": (["experiments.benchmark", "--op=block_sparse_attention", "--routes=3"], "--routes=3 must divide --heads"),
     "no recurrence": (
         ["experiments.benchmark", "--op=block_sparse_attention", "--implementations=recurrent", "--lengths=16"],
         "--op=block_sparse_attention: implementation: 'recurrent' is not",
@@ -163,6 +172,23 @@ def test_benchmark_of_decoding_counts_states_and_caches(tmp_path):
         assert int(rows["softmax", position]["state_bytes"]) == 2 * 2 * 2 * 8 * (position + 1) + 4
     assert all(float(r["us_per_token"]) > 0 for r in rows.values())
     assert "| 31 | log_linear_attention | 6 |" in (tmp_path / "decode.md").read_text()
+
+
+def test_benchmark_of_decoding_behind_pages(tmp_path):
+    """A position may have part of a chunk, which is in use like the pages; a token of the last chunk fills it."""
+    sizes = ("--heads=4", "--routes=2", "--key_dim=4", "--value_dim=8", "--chunk_size=16", "--repeats=1", "--tokens=3")
+    options = ("--op=block_sparse_attention", "--decode", "--positions=80", "--fractions=0.25,1")
+    sizes += ("--implementations=chunked,softmax", f"--out={tmp_path}")
+    status, output = run("experiments.benchmark", *options, *sizes)
+    assert status == 0, output
+    with open(tmp_path / "decode.csv", newline="") as file:
+        rows = {(r["implementation"], r["fraction"]): r for r in csv.DictReader(file)}
+    assert set(rows) == {("chunked", "0.25"), ("chunked", "1.0"), ("softmax", "nan")}
+    page = 4 * 16 * 2 * (4 + 8)  # of two key heads each
+    used, spare = (float(rows["chunked", "1.0"][name]) * 2**20 for name in ("live_mib", "state_mib"))
+    assert spare - used == pytest.approx(2 * page) and used - 8 * page == pytest.approx(4 * (16 * 4 * 12 + 2 * 10 + 2))
+    assert float(rows["chunked", "0.25"]["live_mib"]) * 2**20 < used - 5 * page
+    assert all(float(r["us_per_token"]) > 0 for r in rows.values())
 
 
 def test_a_grid_is_crossed_or_refused():
