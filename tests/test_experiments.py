@@ -67,7 +67,10 @@ REFUSED = {
         ["experiments.benchmark", "--op=block_sparse_attention", "--decode", "--fractions=0.1,2"],
         "--fractions=0.1,2: not numbers from 0 to 1",
     ),
-    "routes": (["experiments.benchmark", "--op=block_sparse_attention", "--routes=3"], "--routes=3 must divide --heads"),
+    "routes": (
+        ["experiments.benchmark", "--op=block_sparse_attention", "--routes=3"],
+        "--routes=3 must divide --heads",
+    ),
     "no recurrence": (
         ["experiments.benchmark", "--op=block_sparse_attention", "--implementations=recurrent", "--lengths=16"],
         "--op=block_sparse_attention: implementation: 'recurrent' is not",
