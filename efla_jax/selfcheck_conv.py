@@ -23,8 +23,9 @@ from efla_jax.selfcheck_cases import FLOOR, Case, Sizes, Timed, errors_of, segme
 
 NAMES = ("y", "dx", "dweight", "dbias", "dstate")
 BAR = 1.2  # times the error of XLA's: both sum in float32 and round once
-# In float32: sums of up to 4000 numbers in another order, of slopes with approximate instructions, 2^-22 each.
-SUMS = 1e-5
+# In float32: sums of up to 2000 numbers in another order, of slopes with approximate instructions, 2^-22 each. On an
+# H200 they read at most 2.1e-7.
+SUMS = 1e-6
 
 
 class ConvCase(NamedTuple):

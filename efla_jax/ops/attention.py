@@ -54,10 +54,9 @@ def softmax_attention(
     >>> o[0, :, 0, 0].tolist(), state.k.shape, state.length.tolist()
     ([3.0, 4.0, 3.0], (1, 3, 1, 4), [3])
     """
-    check_arguments(q, k, v, initial_state, segment_ids)
+    check_arguments(q, k, v, initial_state, segment_ids, implementation)
     batch, time = k.shape[:2]
     if time == 0:
-        check_implementation("softmax_attention", implementation, TABLE)
         state = KVCache(k, v, jnp.zeros((batch,), jnp.int32)) if initial_state is None else initial_state
         return jnp.zeros((*q.shape[:3], v.shape[-1]), v.dtype), state
     document = None
@@ -80,8 +79,9 @@ def softmax_attention(
     return o if document is None else mask_padding(real, o), state
 
 
-def check_arguments(q, k, v, cache, segment_ids) -> None:
-    """Raise ValueError unless shapes and dtypes fit each other."""
+def check_arguments(q, k, v, cache, segment_ids, implementation: str) -> None:
+    """Raise ValueError unless shapes and dtypes fit each other, and for an unknown implementation."""
+    check_implementation("softmax_attention", implementation, TABLE)
     legends = {"q": (q, "BTHK"), "k": (k, "BTGK"), "v": (v, "BTGV")}
     if cache is not None:
         legends |= {"initial_state.k": (cache.k, "BMGK"), "initial_state.v": (cache.v, "BMGV")}
