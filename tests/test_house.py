@@ -5,6 +5,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,25 @@ def direction(path: str, source: str) -> list[str]:
     return complaints
 
 
+def circles(sources: Mapping[str, str]) -> list[str]:
+    """Files of the package that import themselves by way of others, inside functions too."""
+    names = {module_name(path): path for path in sources}
+    imported: dict[str, set[str]] = {}
+    for name, path in names.items():
+        found = set()
+        for _, other, _ in imports(path, ast.parse(sources[path])):
+            while other and other not in names:
+                other = other.rpartition(".")[0]
+            if other != name and not names.get(other, "__init__.py").endswith("__init__.py"):
+                found.add(other)
+        imported[name] = found
+    reached, before = {name: set(found) for name, found in imported.items()}, -1
+    while before != (before := sum(map(len, reached.values()))):
+        for found in reached.values():
+            found |= {further for other in found for further in imported[other]}
+    return [f"{names[name]}: imports itself by way of others" for name, found in reached.items() if name in found]
+
+
 def size(path: str, source: str) -> list[str]:
     """A file is read in one sitting, a function on one screen; tests may be long, since tables of cases are."""
     home = room(module_name(path))
@@ -241,6 +261,17 @@ def project() -> dict[str, str]:
 def test_python_files_keep(rule, project):
     complaints = [line for path, text in project.items() if path.endswith(".py") for line in rule(path, text)]
     assert not complaints, "\n".join([rule.__doc__, *complaints])
+
+
+def test_no_file_imports_itself(project):
+    package = {path: text for path, text in project.items() if path.startswith(("efla_jax/", "kernels/"))}
+    assert not circles({path: text for path, text in package.items() if path.endswith(".py")})
+
+
+def test_a_circle_is_seen():
+    chain = {"efla_jax/a.py": "from efla_jax import b", "efla_jax/b.py": "def f():\n    from efla_jax.c import x"}
+    assert not circles(chain | {"efla_jax/c.py": "import jax", "efla_jax/__init__.py": "from efla_jax import a"})
+    assert len(circles(chain | {"efla_jax/c.py": "import efla_jax.a"})) == 3
 
 
 def test_no_file_knows_its_machine(project):
