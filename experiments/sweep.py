@@ -13,7 +13,8 @@ XLA_PYTHON_CLIENT_PREALLOCATE=false. --together=N trains up to N runs that diffe
 decay only as one program (`train.population`), to keep a GPU busy with models of a few thousand parameters; --jobs is
 then how many such programs are compiled and run at once, in one process, program after program on the next of its
 devices. Such runs keep no checkpoint unless --checkpoints is given, and image classifiers among them have no curves
-under corruption.
+under corruption. Where the best of a grid is all that is asked for, --first saves what can no longer change it: with
+--together, once a run has reached train.stop_at, others of its program and seed are "outrun", which no report counts.
 
 results.jsonl gets a row for every run that has ended: its status, scores, config and commit. Runs that have ended with
 the same command are not repeated, so a broken sweep is started again with the same line. Exit status 1 if a run failed;
@@ -51,6 +52,7 @@ GRID = flags.DEFINE_string("grid", "", "field=value,value;field=value: fields to
 WORKDIR = flags.DEFINE_string("workdir", None, "folder of the runs", required=True)
 JOBS = flags.DEFINE_integer("jobs", 2, "runs, or with --together programs, at once", lower_bound=1)
 TOGETHER = flags.DEFINE_integer("together", 0, "most runs of one program; 0: a process for every run", lower_bound=0)
+FIRST = flags.DEFINE_bool("first", False, "with --together: one run of a seed at train.stop_at ends the seed's others")
 CHECKPOINTS = flags.DEFINE_bool("checkpoints", False, "with --together: keep the parameters of every run")
 
 Point = dict[str, str]
@@ -180,7 +182,8 @@ def together(group: list[Cell], tell: Callable[[int], None]) -> list[str]:
             told = share
 
     try:
-        found = population.fit_population(configs, [cell.folder for cell in group], progress, keep=CHECKPOINTS.value)
+        folders, options = [cell.folder for cell in group], {"keep": CHECKPOINTS.value, "first": FIRST.value}
+        found = population.fit_population(configs, folders, progress, **options)
     except Exception:  # a program that does not fit must not end those beside it
         for cell in group:
             (cell.folder / "log.txt").write_text(traceback.format_exc())
@@ -192,7 +195,7 @@ def together(group: list[Cell], tell: Callable[[int], None]) -> list[str]:
             "device": jax.devices()[0].device_kind,
         }  # fmt: skip
         record(cell, outcome.status, outcome.step, outcome.scores, more)
-    return [cell.name for cell, outcome in zip(group, found, strict=True) if outcome.status != "finished"]
+    return [cell.name for cell, outcome in zip(group, found, strict=True) if outcome.status == "diverged"]
 
 
 def groups(waiting: Sequence[Cell]) -> list[list[Cell]]:

@@ -116,6 +116,11 @@ def test_a_member_ends_at_its_goal_and_keeps_those_scores(tmp_path):
     assert quick.status == "finished" and quick.step < 80 and quick.scores["accuracy"] >= 0.9
     assert metrics.read_rows(tmp_path / "quick")[-1]["step"] == quick.step and "accuracy/10x1" in quick.scores
     assert all(row["test_accuracy"] < 0.9 for row in scored(tmp_path / "quick")[:-1])
+    configs.append(configs[0] | {"seed": 1})
+    folders = [tmp_path / name for name in ("outrun", "first", "other")]
+    outrun, winner, other = fit_population(configs, folders, first=True)
+    assert (outrun.status, outrun.step) == ("outrun", winner.step) and winner.step == quick.step
+    assert (other.status, other.step) == ("finished", 80)
 
 
 def test_configs_that_are_no_population_are_refused(tmp_path):

@@ -116,7 +116,7 @@ def test_runs_together_are_recorded_and_not_repeated(file, tmp_path, monkeypatch
 def test_programs_take_turns_on_the_devices(file, tmp_path, monkeypatch):
     found = []
 
-    def note(configs, folders, progress, keep):
+    def note(configs, folders, progress, keep, first):
         found.append((jax.numpy.zeros(()).device.id, [config["seed"] for config in configs]))
         raise MemoryError
 
@@ -129,7 +129,7 @@ def test_programs_take_turns_on_the_devices(file, tmp_path, monkeypatch):
 
 
 def test_a_program_that_fails_says_so_and_ends_with_status_1(file, tmp_path, monkeypatch):
-    def fail(configs, folders, progress, keep):
+    def fail(configs, folders, progress, keep, first):
         raise MemoryError("no room")
 
     monkeypatch.setattr(sweep.population, "fit_population", fail)

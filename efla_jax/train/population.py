@@ -38,8 +38,9 @@ Configs = Sequence[Mapping[str, Any]]
 
 
 class Outcome(NamedTuple):
-    """How a member ended. status: "finished", at its last step or at train.stop_at, or "diverged", after
-    train.max_skipped steps in a row without a finite gradient; step: where; scores: the last held-out ones before;
+    """How a member ended. status: "finished", at its last step or at train.stop_at, "outrun", where another of its seed
+    was there first and that was to be enough, or "diverged", after train.max_skipped steps in a row without a finite
+    gradient; step: where; scores: the last held-out ones before;
     best: the highest held-out accuracy of all; seconds: since the population began; params: those that are scored."""
 
     status: str
@@ -230,6 +231,11 @@ class Members:
     def going(self) -> list[int]:
         return [member for member, outcome in enumerate(self.outcomes) if outcome is None]
 
+    def outrun(self, seeds: Sequence[int]) -> list[int]:
+        """The members that still train though one of their seed is there."""
+        there = [one is not None and one.status == "finished" for one in self.outcomes]
+        return [member for member in self.going if (seeds[member], True) in zip(seeds, there, strict=True)]
+
     def log(self, step: int, report: Mapping[str, np.ndarray]) -> None:
         for member in self.going:
             self.writers[member].write(step, {name: values[member] for name, values in report.items()})
@@ -259,13 +265,15 @@ def fit_population(
     progress: Callable[[int, int], None] = lambda *_: None,
     *,
     keep: bool = False,
+    first: bool = False,
 ) -> list[Outcome]:
     """Train every config, plain dicts that `shared` does not tell apart, to its end; see `train.fit` for what a config
     says. Writes config.json and metrics.jsonl into each member's folder; progress(step, members that still train) is
     called after every step.
 
     A member that reaches train.stop_at keeps the scores it has then; keep: its state, too, as a checkpoint that
-    `train.fit` goes on from. Raises ValueError for configs that do not fit."""
+    `train.fit` goes on from; first: nor do others of its seed train any longer. Raises ValueError for configs that do
+    not fit."""
     configs = [settings.plain(config) for config in configs]
     population = build(configs)
     for config, folder in zip(configs, folders, strict=True):
@@ -274,17 +282,19 @@ def fit_population(
     precision = configs[0]["train"]["matmul_precision"]
     with jax.default_matmul_precision(precision), without_kernels(), contextlib.ExitStack() as stack:
         members = Members(folders, stack, keep)
-        train(population, members, stack, progress)
+        train(population, members, stack, progress, first)
     return [outcome for outcome in members.outcomes if outcome is not None]
 
 
-def train(population: Population, members: Members, stack: contextlib.ExitStack, progress: Callable) -> None:
+def train(
+    population: Population, members: Members, stack: contextlib.ExitStack, progress: Callable, first: bool
+) -> None:
     """Steps, logs and scores until every member has ended."""
     options = population.config["train"]
     step, sums = make_population_step(population), make_population_sums(population)
     iterators = [stack.enter_context(contextlib.closing(one.train_iterator())) for one in population.datasets]
     states, end, before, least = begin(population), options["steps"], None, widest(population.datasets[0])
-    which = np.asarray(population.which)
+    which, seeds = np.asarray(population.which), population.seeds.tolist()
 
     def finish(member: int, status: str) -> None:
         members.end(member, status, done, states, iterators[which[member]].get_state())
@@ -305,6 +315,8 @@ def train(population: Population, members: Members, stack: contextlib.ExitStack,
         if done == end or (options["eval_every"] and done % options["eval_every"] == 0):
             for member in score(population, members, sums, states.params, done, least):
                 finish(member, "finished")
+            for member in members.outrun(seeds) if first else ():
+                finish(member, "outrun")
         progress(done, len(members.going))
         if not members.going:
             break
