@@ -359,7 +359,7 @@ def test_sequential_mnist_on_digits(tmp_path):
     """The published recipe by config alone: one head, raw query, no residual; it learns, and corruption hurts it."""
     config = smnist.get_config("efla")
     config.mesh.data = 1
-    config.train.steps, config.data.batch_size, config.optim.learning_rate = 40, 128, 1e-2
+    config.train.steps, config.data.batch_size, config.optim.learning_rate = 40, 64, 1e-2
     run = train.fit(config, tmp_path / "digits")
     assert run.scores["accuracy"] > 0.5
     width = 64
