@@ -212,10 +212,11 @@ class LanguageModel(nn.Module):
         tokens = jnp.where(tokens < 0, self.vocab_size, tokens)
         if segment_ids is not None:  # zero cotangents would not stop a NaN at padding
             tokens = jnp.where(segment_ids != 0, tokens, 0)
-        # The table is gathered whole, as every split matrix is; rows split over the mesh would have to be looked for.
+        # Where fsdp splits the table's columns, a device looks up its columns of all rows, and these change places. XLA
+        # would gather the table with columns in front, and read it and add its gradient entry by entry.
         # In float32: the gradient of a frequent token is a sum of thousands, which bfloat16 stops adding up at 256.
-        table = constrain(self.embed.embedding, None, None)
-        x = constrain(jnp.take(table, tokens, axis=0).astype(self.dtype), "batch", "time", None)
+        x = jnp.take(self.embed.embedding, constrain(tokens, "rows", "time"), axis=0).astype(self.dtype)
+        x = constrain(constrain(x, "rows", "time", "width"), "batch", "time", None)
         x = self.drop(x, deterministic=not self.has_rng("dropout"))
         return self.groups(x, segment_ids, cache)
 

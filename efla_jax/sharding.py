@@ -22,7 +22,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 AXES = ("data", "fsdp", "tensor", "context")
 # What an axis of an activation is called in `constrain`, and the mesh axes that split it.
-ACTIVATIONS: Mapping[str, str | tuple[str, ...]] = {"batch": ("data", "fsdp"), "time": "context", "features": "tensor"}
+ACTIVATIONS: Mapping[str, str | tuple[str, ...]] = {
+    "batch": ("data", "fsdp"), "time": "context", "features": "tensor",
+    "rows": "data", "width": "fsdp",  # of the embedding's look-up
+}  # fmt: skip
 
 # Every parameter matches exactly one rule: the end of its path, and a mesh axis (or None) per axis. Parameters that
 # the depth repeats have one axis more, in front, which is never split.

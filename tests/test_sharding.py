@@ -97,6 +97,10 @@ def test_one_step_on_a_mesh_equals_one_device(sizes):
         assert relative_rms(ours, theirs) < 1e-4, name  # float32 sums in another order, two layers deep
     if "context" not in sizes:
         assert not full_sequence_gathers(text)
+    # The embedding's table stays where it is, and so does its gradient: what was looked up travels.
+    assert not re.search(rf"\[{VOCAB},16\]\S* (all-gather|reduce-scatter)", text)
+    if sizes.get("fsdp", 1) > 1:
+        assert " all-to-all(" in text
 
 
 @needs_eight
@@ -140,7 +144,7 @@ def test_named_activations_stand_where_they_say():
             return y
 
         lm = model()
-        params = lm.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+        params = jax.jit(lm.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
         jax.jit(lambda p, b: look(lm.apply(p, b["tokens"], method=lm.features)[0], "features"))(
             params, sharding.place(mesh, {"tokens": batch()["tokens"]})
         )
