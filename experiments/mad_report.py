@@ -62,10 +62,11 @@ def task_scores(rows: list[dict], task: str, score: str) -> list[float]:
 
 
 def cell(values: list[float]) -> str:
-    """Mean and deviation over seeds."""
+    """Mean and deviation over seeds, and of how many."""
     if not values:
         return ""
-    return f"{statistics.mean(values):.1f}" + (f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else "")
+    spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.1f}{spread} ({len(values)})"
 
 
 def lines_of(rows: list[dict]) -> dict[str, list[dict]]:
@@ -78,13 +79,12 @@ def lines_of(rows: list[dict]) -> dict[str, list[dict]]:
 
 def table(rows: list[dict], score: str) -> str:
     """A line per variant and schedule, and the published ones; the mean is over tasks, if all are there."""
-    text = [f"| | {' | '.join(TASKS)} | mean | seeds, settings |", "| --- " * (len(TASKS) + 3) + "|"]
+    text = [f"| | {' | '.join(TASKS)} | mean | settings |", "| --- " * (len(TASKS) + 3) + "|"]
     for name, own in lines_of(rows).items():
         values = [task_scores(own, task, score) for task in TASKS]
         mean = f"{statistics.mean(map(statistics.mean, values)):.1f}" if all(values) else ""
         settings = len({(row["task"], row["setting"]) for row in own})
-        seeds = len({row["seed"] for row in own})
-        text.append(f"| {name} | {' | '.join(map(cell, values))} | {mean} | {seeds}, {settings} |")
+        text.append(f"| {name} | {' | '.join(map(cell, values))} | {mean} | {settings} |")
     if score == "macro":
         for name, printed in PUBLISHED.items():
             shown = " | ".join(f"{value:.1f}" for value in printed)
@@ -114,7 +114,7 @@ def write(folder: pathlib.Path, out: pathlib.Path, draw: Callable = metrics.plot
     rates, decays = (", ".join(f"{value:g}" for value in sorted({row[name] for row in rows}))
                      for name in ("learning_rate", "weight_decay"))  # fmt: skip
     note = (f"held out, in %, at the end of training, best of rates {rates} and decays {decays}, mean ± deviation over"
-            " seeds")  # fmt: skip
+            " seeds (how many)")  # fmt: skip
     means = {"macro": "macro accuracy (mean over classes, as published)", "micro": "micro accuracy (mean over targets)"}
     text = "\n\n".join(f"{means[score].capitalize()} {note}.\n\n{table(rows, score)}" for score in SCORES)
     (out / "table.md").write_text(text + "\n")
