@@ -159,7 +159,7 @@ def test_what_stands_at_padding_does_not_matter():
     tree_close(*slopes(model(), parameters(), ids, jnp.where(ids == 0, 99, x), x), 0.0)
     module, ids = classifier(), jnp.minimum(ids, 1)
     pixels = jnp.asarray(np.random.default_rng(0).uniform(size=(1, 12, 1)), jnp.float32)
-    params = module.init(jax.random.key(0), pixels)
+    params = jax.jit(module.init)(jax.random.key(0), pixels)
     tree_close(*slopes(module, params, ids, jnp.where(ids[..., None] == 0, jnp.nan, pixels), pixels), 0.0)
 
 
@@ -426,7 +426,7 @@ def test_the_gradient_of_a_frequent_token_is_summed_in_float32():
     """A bfloat16 sum of ones would stay at 256: the embedding's gradient is scattered into float32."""
     lm = LanguageModel(vocab_size=4, width=8, depth=1, dtype="bfloat16", mixer_options={"efla": {"num_heads": 1}})
     tokens = jnp.zeros((1, 4), jnp.int32)
-    params = lm.init(jax.random.key(0), tokens)
+    params = jax.jit(lm.init)(jax.random.key(0), tokens)
 
     def total(params):
         return jnp.sum(lm.apply(params, tokens, method=lm.features)[0]).astype(jnp.float32)
