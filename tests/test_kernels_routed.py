@@ -26,6 +26,7 @@ MODULE = importlib.import_module("efla_jax.ops.routed_delta_rule")
 NAMES = ("o", "state", "start", "dq", "dk", "du", "derase", "dlog_decay", "dkeep")
 # As many key heads as value heads: see the tests of the delta rule's gradients.
 SMALL = dict(batch=1, time=160, key_heads=2, heads=2, key_dim=64, value_dim=64)
+WIDE = dict(time=64, key_heads=1, heads=1, key_dim=256)
 RATIO, FLOOR = 1.2, 2.5e-3  # of the chunked form's error, and what rounding results once comes to
 # A keep's cotangent is one number <J, D>, a d log_decay has the <S, D> of its chunk: of rounded states here, of float32
 # states in the chunked form; with two chunks a matter of luck.
@@ -98,7 +99,7 @@ def test_decays_and_keys(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [dict(time=128, key_dim=128), dict(time=64, value_dim=192)], ids=str)
+@pytest.mark.parametrize("shape", [dict(time=128, key_dim=128), dict(time=64, value_dim=192), WIDE], ids=str)
 def test_whole_chunks_and_sizes(shape):
     check(**shape)
 
@@ -166,10 +167,12 @@ def test_what_kernels_do_not_serve_is_said(reason):
             ops.routed_delta_rule(*short, keep[:, :1], implementation="pallas")
 
 
-def test_auto_leaves_out_what_no_gpu_has_run():
+def test_auto_takes_the_kernels():
     (q, k, u, erase, decay, keep), _ = case("random", "real")
-    both = (ops.routed_delta_rule(q, k, u, erase, decay, keep, implementation=name)[0] for name in ("auto", "chunked"))
-    np.testing.assert_array_equal(*both)
+    run = functools.partial(ops.routed_delta_rule, q, k, u, erase, decay, keep)
+    taken, kernels, other = (np.asarray(run(implementation=name)[0]) for name in ("auto", "pallas", "chunked"))
+    np.testing.assert_array_equal(taken, kernels)
+    assert (taken != other).any()  # in the order of their sums
 
 
 def avals():

@@ -11,7 +11,7 @@ from efla_jax.shapes import Gates, Keys, Queries, SegmentIds, Values, check_chun
 TABLE: Table = {
     "recurrent": routed_recurrent,
     "chunked": routed_chunked,
-    "pallas": pallas,  # right on an H200, which has not timed it beside "chunked": not what "auto" takes
+    "pallas": pallas,
     "triton": missing_kernel("routed_delta_rule"),
 }
 
@@ -59,7 +59,7 @@ def routed_delta_rule(
         if array is None:
             raise ValueError(f"{name}: None, but the routed delta rule needs it; pass an array.")
     r = routed(q, k, u, erase, log_decay, keep, initial_state, segment_ids, chunk_size)
-    auto = tuple(name for name in automatic(k.shape[1]) if name != "pallas")
+    auto = automatic(k.shape[1])
 
     def run(r):
         return dispatch("routed_delta_rule", implementation, TABLE, auto, (r, chunk_size))
