@@ -303,12 +303,16 @@ def test_models_of_fla(name, tmp_path):
     assert {field: known[field] for field in same} == same
     if not torch.cuda.is_available():
         return
-    with torch.no_grad():
-        wanted = again.cuda().eval()(torch.from_numpy(tokens_of()).long().cuda(), use_cache=False).logits.cpu()
+    tokens = tokens_of()
+    with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):  # their kernels refuse float32
+        wanted = again.cuda().eval()(torch.from_numpy(tokens).long().cuda(), use_cache=False).logits.float().cpu()
     run, config = runs.recorded(tmp_path / "run", "run")
     model = settings.section(config, "model", LanguageModel, {"vocab_size": VOCAB})
     params, _ = runs.scored_params(run, config, model)
     with jax.default_matmul_precision("highest"):
-        logits, _ = model.apply(params, jnp.asarray(tokens_of()))
-    # Their kernels multiply float32 as tensorfloat32, 1e-3 of a product.
-    assert distance(logits, wanted) < 5e-3
+        logits, rounded = (
+            np.asarray(model.clone(dtype=dtype).apply(params, jnp.asarray(tokens))[0], np.float32)
+            for dtype in (jnp.float32, jnp.bfloat16)
+        )
+    # As far from our float32 as our own bfloat16 is: DeltaNet read 0.0216 and 0.0221 on an H200.
+    assert distance(logits, wanted) < 1.5 * distance(logits, rounded)
