@@ -4,8 +4,8 @@
 
 SHARDS is a folder that experiments/prepare_data.py wrote with the Mistral tokenizer (32,000 entries). The batch is cut
 for 8 large GPUs: 8 rows of 4096 tokens a device and microbatch. On one: --config.train.accumulate=32; where memory does
-not suffice: --config.model.remat=full. 7630 steps of 1M tokens are 8B tokens; one H200 reads 141k a second of EFLA in
-rows of 2048 (experiments/results), which would be 16 hours.
+not suffice: --config.model.remat=full. 7630 steps of 1M tokens are 8B tokens; one H200 reads 154k a second of EFLA in
+rows of 2048 (experiments/results), which would be 14 hours.
 
 Published: SlimPajama, AdamW with peak rate 3e-4, cosine to 3e-5, weight decay 0.1, clip 1, 1024 steps of warm-up (1B
 tokens), seed 42, heads of 128, convolutions of 4 taps. Not published, so chosen here:
