@@ -15,6 +15,9 @@ R_ti = exp(G_t - G_i):
 Nothing is gated but at the places where O is read and S written: scalar gates commute. Every block is independent of
 the others, so that the time is as parallel as the heads. K = V here: the glue pads or cuts V.
 
+A node and its right neighbour are a pair, kept side by side on every level: pair p has 2p and 2p + 1. In a row that is
+one document node i of a level is the i-th run of blocks; of other rows `Places` has the tables.
+
 nodes    a block, and one of (N, S): with Z = (-e K, out U) of both chunks, M1 = X1 Z1, M2 = X2 (Z2 - e K2 K1^T M1),
          (N, S) = K1^T M1 + K2^T M2.
 The tree over nodes is in `log_linear_delta_tree.py`, the reads in `log_linear_delta_read.py`, the gradients of these in
@@ -47,6 +50,7 @@ from efla_jax.kernels.mosaic import (
 BLOCK, CHUNK, TILE = 128, 64, 64  # tokens of a block and of a chunk; columns of a tile in shared memory
 CHUNKS = BLOCK // CHUNK
 INSIDE = BLOCK.bit_length()  # levels of the pairs inside a block
+SPAN = 8  # blocks whose gradients of nodes a program sums up at most
 # Rows of the gates: G / ln 2; -e; the weights of the levels inside; the coefficients of the levels of blocks.
 SUM, ERASE, WEIGHTS, READS = 0, 1, 2, 2 + INSIDE
 KEY_DIMS, DTYPES = (64, 128), ("bfloat16", "float16")
@@ -87,27 +91,61 @@ def unsupported(key_dim: int, dtype) -> str | None:
     return None
 
 
+class Places(NamedTuple):
+    """Where the blocks of rows of documents are in their trees, int32; all None where a row is one document that begins
+    with it.
+
+    numbers [B, N]: the place of a block in its document, whose bits it reads; -1 for an empty block
+    codes [B, N, 128]: of each token, 128 times which document of its block it is of plus its place modulo 128
+    nodes [B, N]: which node of the lowest level the block is, -1 for none
+    pairs [B, depth, N]: by level, the pair whose first node the block reads, if it reads that level
+    kept [B, depth, N]: by level, where the block's queries are among those that are kept with the level's
+    ups by level [B, P]: which node of the next level a pair is, -1 if it has no second node
+    readers by level [B, P, 3]: of a pair, the first block that reads it and how many do, and whether no node is before
+    it in its document (1 or 0)"""
+
+    numbers: Any = None
+    codes: Any = None
+    nodes: Any = None
+    pairs: Any = None
+    kept: Any = None
+    ups: Any = None
+    readers: Any = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of a call: B, blocks of T, G, H, K = V; value head h reads key head h // (H // G)."""
+    """Sizes of a call: B, blocks of T, G, H, K = V, levels of blocks that are read; value head h reads key head h //
+    (H // G). kept: by level, how many blocks may read it.
+
+    Queries are kept by groups of levels: each of the first ones by itself, so that they need not be longer than their
+    sums take, then all others, summed by one program."""
 
     batch: int
     blocks: int
     key_heads: int
     heads: int
     dim: int
+    depth: int
+    kept: tuple[int, ...]
 
     @classmethod
-    def of(cls, k, u) -> "Sizes":
-        return cls(k.shape[0], k.shape[1] // BLOCK, k.shape[2], u.shape[2], k.shape[3])
+    def of(cls, k, u, kept: tuple[int, ...] | None = None) -> "Sizes":
+        """kept: None where rows are one document, whose last block's bits are the levels that are read."""
+        blocks = k.shape[1] // BLOCK
+        if kept is None:
+            depth = (blocks - 1).bit_length()
+            kept = (1 << max(depth - 1, 0),) * depth
+        return cls(k.shape[0], blocks, k.shape[2], u.shape[2], k.shape[3], len(kept), kept)
+
+    @property
+    def groups(self) -> list[range]:
+        """Of levels."""
+        alone = min(self.depth, SPAN.bit_length() - 1)
+        return [*(range(j, j + 1) for j in range(alone)), *[range(alone, self.depth)] * (self.depth > alone)]
 
     def key_head(self, head):
         return lax.div(head, self.heads // self.key_heads)
-
-    @property
-    def depth(self) -> int:
-        """Levels of blocks that are read: the bits of the last block's number."""
-        return (self.blocks - 1).bit_length()
 
 
 def multiply(left, right, shape) -> jax.Array:
@@ -156,9 +194,9 @@ class NodeMemory(NamedTuple):
     left: Any = None
 
 
-def node_program(sizes: Sizes, interpret, k, u, inverse, vectors, out, *scratch) -> None:
-    """The body of `nodes`: a block of a head, N (kind 0) or S (kind 1)."""
-    memory = NodeMemory(*scratch)
+def node_program(sizes: Sizes, interpret, inputs: tuple, out, place, memory: NodeMemory) -> None:
+    """The body of `nodes`: a block of a head, N (kind 0) or S (kind 1), which is this node of the lowest level."""
+    k, u, inverse, vectors = inputs
     row, block, pair = (lax.axis_index(name) for name in ("row", "block", "pair"))
     head, kind = lax.div(pair, 2), lax.rem(pair, 2)
     g, tiles = sizes.key_head(head), sizes.dim // TILE
@@ -194,7 +232,7 @@ def node_program(sizes: Sizes, interpret, k, u, inverse, vectors, out, *scratch)
     halves = [written(memory, tile, wide) for tile in range(tiles)]
     for tile, half in enumerate(halves):
         put(tile, half)
-        plgpu.copy_smem_to_gmem(memory.values.at[tile], out.at[kind, row, block, head, columns(tile)])
+        plgpu.copy_smem_to_gmem(memory.values.at[tile], out.at[kind, row, place, head, columns(tile)])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -221,26 +259,38 @@ def written(memory: NodeMemory, tile: int, shape) -> jax.Array:
 
 
 @narrow_indices()
-def solved(k, erase, *, config: Config, interpret=None) -> jax.Array:
-    """X = (I + strict(e K K^T))^-1 of every chunk, [B, H, T, 64] in the dtype of k [B, T, G, K]; erase [B, H, T]."""
+def solved(k, erase, documents=None, *, config: Config, interpret=None) -> jax.Array:
+    """X = (I + strict(e K K^T))^-1 of every chunk, [B, H, T, 64] in the dtype of k [B, T, G, K]; erase [B, H, T];
+    documents [B, T] float32: of pairs of tokens with other numbers the triangle has 0."""
     options = dict(automatic_barriers=config.automatic_barriers, interpret=interpret)
-    return invert(k, erase, jnp.zeros_like(erase), None, precision=jnp.dtype(config.precision), **options)[0]
+    return invert(k, erase, jnp.zeros_like(erase), documents, precision=jnp.dtype(config.precision), **options)[0]
 
 
 @narrow_indices()
-def nodes(k, u, inverse, vectors, *, config: Config, interpret=None) -> jax.Array:
-    """(N, S) of every block, [2, B, T / 128, H, K, K] in the dtype of k.
+def nodes(k, u, inverse, vectors, places=None, *, count: int, config: Config, interpret=None) -> jax.Array:
+    """(N, S) of the first `count` blocks, [2, B, count, H, K, K] in the dtype of k, or of those that `places` [B, N]
+    names a node of; others are undefined.
 
     k [B, T, G, K]; u [B, T, H, K]; inverse [B, H, T, 64], X of every chunk, of that dtype; vectors
     [B, T / 128, H, 2, 128] float32: -e, and exp of the log decay from a token to the block's end."""
-    sizes, dtype = Sizes.of(k, u), k.dtype
+    sizes, dtype = Sizes.of(k, u, ()), k.dtype
 
     def log_linear_delta_nodes(*refs):
-        node_program(sizes, interpret, *refs)
+        inputs, refs = refs[:4], refs[4:]
+        if places is None:
+            out, *scratch = refs
+            node_program(sizes, interpret, inputs, out, lax.axis_index("block"), NodeMemory(*scratch))
+            return
+        known, out, *scratch = refs
+        place = known[lax.axis_index("row"), lax.axis_index("block")]
+
+        @pl.when(place >= 0)
+        def _():
+            node_program(sizes, interpret, inputs, out, place, NodeMemory(*scratch))
 
     return plgpu.kernel(
         log_linear_delta_nodes,
-        out_type=jax.ShapeDtypeStruct((2, sizes.batch, sizes.blocks, sizes.heads, sizes.dim, sizes.dim), dtype),
+        out_type=jax.ShapeDtypeStruct((2, sizes.batch, count, sizes.heads, sizes.dim, sizes.dim), dtype),
         scratch_types=[
             shared(CHUNKS, sizes.dim // TILE, CHUNK, TILE, dtype=dtype),
             shared(CHUNKS, CHUNK, sizes.dim, dtype=dtype),
@@ -249,8 +299,8 @@ def nodes(k, u, inverse, vectors, *, config: Config, interpret=None) -> jax.Arra
             plgpu.Barrier(num_arrivals=CHUNKS * (sizes.dim // TILE + 2) + 1),
             *[shared(CHUNK, CHUNK, dtype=dtype)] * (interpret is not None),
         ],
-        grid=(sizes.batch, sizes.blocks, 2 * sizes.heads),
+        grid=(sizes.batch, count if places is None else sizes.blocks, 2 * sizes.heads),
         grid_names=("row", "block", "pair"),
         compiler_params=parameters(config.automatic_barriers),
         interpret=interpret,
-    )(k, u, inverse, vectors.reshape(sizes.batch, -1, 2, BLOCK))
+    )(k, u, inverse, vectors.reshape(sizes.batch, -1, 2, BLOCK), *([] if places is None else [places]))

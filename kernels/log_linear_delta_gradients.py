@@ -22,8 +22,10 @@ from efla_jax.kernels.log_linear_delta import (
     CHUNK,
     CHUNKS,
     READS,
+    SPAN,
     TILE,
     Config,
+    Places,
     Sizes,
     add_product,
     columns,
@@ -36,9 +38,10 @@ from efla_jax.kernels.log_linear_delta_read import (
     GROUPS,
     LOADER_REGISTERS,
     Task,
+    beyond,
     half_of,
+    in_reads,
     load_node,
-    reader_number,
 )
 from efla_jax.kernels.mosaic import (
     WGMMA,
@@ -54,13 +57,23 @@ from efla_jax.kernels.mosaic import (
     transposed,
 )
 
-SPAN = 8  # blocks that a program of `sums` goes through at most
-STAGES = 2  # of them loaded ahead
+STAGES = 2  # readers that a program of `sums` loads ahead
 
 
 def highest_level(block):
     """The number of the highest set bit."""
     return 31 - lax.clz(block)
+
+
+def before_it(level):
+    """How many places less than its queries the cotangent of a reader's queries has in a row that is one document: that
+    of a row's first node has none, and so have its readers of the levels below in the same group."""
+    return (2 << level) - (1 << beyond(level))
+
+
+def before_first(group: range) -> int:
+    """Readers of the first node of a row at any of these levels."""
+    return sum(1 << level for level in group)
 
 
 class Memory(NamedTuple):
@@ -99,51 +112,60 @@ def ring_drain(barrier, total, count: int) -> None:
 
 def load_descent(task: Task, d_o, gates, kept, levels: tuple, memory: Memory) -> None:
     """The loading warpgroup of `descend`: dO; then by node S, Q and, but for the first, N."""
-    ring, live, half = memory.nodes.shape[0], task.live, half_of(task.sizes)
+    ring, live = memory.nodes.shape[0], task.live
     for chunk in range(CHUNKS):
         plgpu.copy_gmem_to_smem(d_o.at[task.row, task.tokens(chunk), task.head], memory.d_o.at[chunk], memory.loaded)
     gate_row = task.block * task.sizes.heads + task.head
     plgpu.copy_gmem_to_smem(gates.at[task.row, gate_row], memory.gates, memory.loaded)
 
-    def node(kind: int, place_number, number, before):
+    def load_into(kind: int, place_number, number, node):
         ring_wait(memory.empty, place_number, ring)
         place = lax.rem(place_number, ring)
-        load_node(task, levels, kind, number, before, memory.nodes.at[place], memory.full.at[place])
+        load_node(task, levels, kind, number, node, memory.nodes.at[place], memory.full.at[place])
 
     def level(m, left):
         number = highest_level(left)
-        before = (task.block >> number) << number  # where the node ends
-        node(1, lax.max(2 * m - 1, 0), number, before)
+        node = task.node(number)
+        load_into(1, lax.max(2 * m - 1, 0), number, node)
         ring_wait(memory.q_empty, m, 1)
-        first = reader_number(task.block, number, half) * BLOCK
-        for chunk in range(CHUNKS):
-            tokens = pl.ds(first + chunk * CHUNK, CHUNK)
-            plgpu.copy_gmem_to_smem(kept.at[task.row, tokens, task.head], memory.q.at[chunk], memory.q_full.at[0])
+        first = task.kept(number) * BLOCK
+
+        def load_queries(i):
+            for chunk in range(CHUNKS):
+                tokens = pl.ds(first + chunk * CHUNK, CHUNK)
+                source, target = kept[i].at[task.row, tokens, task.head], memory.q.at[chunk]
+                plgpu.copy_gmem_to_smem(source, target, memory.q_full.at[0])
+
+        task.of_group(number, load_queries)
 
         @pl.when(m > 0)
         def _():
-            node(0, 2 * m, number, before)
+            load_into(0, 2 * m, number, node)
 
         return left ^ (1 << number)
 
-    lax.fori_loop(0, live, level, task.block)
+    lax.fori_loop(0, live, level, task.number)
     ring_drain(memory.empty, lax.max(2 * live - 1, 0), ring)
     ring_drain(memory.q_empty, live, 1)
 
 
 def descend_program(task: Task, memory: Memory, results, left, interpret) -> None:
     """A compute warpgroup of `descend`."""
-    d_q_g, d_kept, sums_g = results
+    d_q_g, *d_kept, sums_g = results
     group, dtype, wide = lax.axis_index("group"), memory.d_o.dtype, (CHUNK, task.sizes.dim)
-    here, half, ring = pl.ds(group * CHUNK, CHUNK), half_of(task.sizes), memory.nodes.shape[0]
+    here, ring = pl.ds(group * CHUNK, CHUNK), memory.nodes.shape[0]
     d_o, room = memory.d_o.at[group], memory.d_q.at[group]
     plgpu.barrier_wait(memory.loaded)
 
-    def put(narrow, target) -> None:
+    def put(narrow) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         room[...] = narrow
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(room, target)
+
+    def keep(level) -> None:
+        place = task.kept(level) - (before_it(level) if task.places.kept is None else 0)
+        tokens = pl.ds(place * BLOCK + group * CHUNK, CHUNK)
+        task.of_group(level, lambda i: plgpu.copy_smem_to_gmem(room, d_kept[i].at[task.row, tokens, task.head]))
 
     def read(number, level, m, d_q):
         """d_q + c . X, and dc."""
@@ -166,8 +188,8 @@ def descend_program(task: Task, memory: Memory, results, left, interpret) -> Non
         d_q, block = carry
         level = highest_level(block)
         narrow = d_q.astype(dtype)
-        number = reader_number(task.block, level, half)
-        put(narrow, d_kept.at[task.row, pl.ds(number * BLOCK + group * CHUNK, CHUNK), task.head])
+        put(narrow)
+        keep(level)
         d_q = read(2 * m - 1, level, m, d_q)
         place = lax.rem(2 * m, ring)
         plgpu.barrier_wait(memory.full.at[place])
@@ -176,9 +198,10 @@ def descend_program(task: Task, memory: Memory, results, left, interpret) -> Non
         return d_q, block ^ (1 << level)
 
     d_q = plgpu.layout_cast(jnp.zeros(wide, f32), WGMMA)
-    carry = lax.fori_loop(0, lax.min(task.live, 1), first, (d_q, task.block))
+    carry = lax.fori_loop(0, lax.min(task.live, 1), first, (d_q, task.number))
     d_q, _ = lax.fori_loop(1, task.live, level, carry)
-    put(d_q.astype(dtype), d_q_g.at[task.row, task.tokens(group), task.head])
+    put(d_q.astype(dtype))
+    plgpu.copy_smem_to_gmem(room, d_q_g.at[task.row, task.tokens(group), task.head])
     plgpu.commit_smem()
     for number in range(task.sizes.depth):
         row = (task.block * task.sizes.heads + task.head) * task.sizes.depth + number
@@ -186,18 +209,19 @@ def descend_program(task: Task, memory: Memory, results, left, interpret) -> Non
 
 
 @narrow_indices()
-def descend(d_o, gates, kept, levels: tuple, *, sizes: Sizes, config: Config, interpret=None) -> tuple:
-    """(dQ [B, T, H, K] of the queries that leave their block, those behind every node like `kept` but the highest, dc
-    [B, N, H, depth, 128] float32). Undefined where a block does not read a level or reads it last.
+def descend(
+    d_o, gates, kept: list, levels: tuple, places: Places, *, sizes: Sizes, config: Config, interpret=None
+) -> tuple:
+    """(dQ [B, T, H, K] of the queries that leave their block, those behind every node like `kept` but for `before_it`,
+    dc [B, N, H, depth, 128] float32). Undefined where a block does not read a level or reads it last, and in empty
+    blocks.
 
-    d_o [B, T, H, K]; kept: the queries of `queries`; the rest as in `read_out`. At least two blocks."""
+    d_o [B, T, H, K]; kept: the queries of `queries`; the rest as in `read_out`. At least one level."""
     dtype, rows, depth = d_o.dtype, gates.shape[3], sizes.depth
-    behind = (
-        sizes.batch,
-        max(depth - 1, 1) * half_of(sizes) * BLOCK,
-        sizes.heads,
-        sizes.dim,
-    )  # the highest level has none
+    count = [kept[i].shape[1] for i in range(len(kept))]
+    if places.kept is None:
+        count = [max(n - BLOCK * before_first(group), BLOCK) for n, group in zip(count, sizes.groups, strict=True)]
+    behind = [jax.ShapeDtypeStruct((sizes.batch, n, sizes.heads, sizes.dim), dtype) for n in count]
     tokens = shared(CHUNKS, CHUNK, sizes.dim, dtype=dtype)
     memory = [
         *[tokens] * 2,
@@ -211,30 +235,30 @@ def descend(d_o, gates, kept, levels: tuple, *, sizes: Sizes, config: Config, in
         plgpu.Barrier(num_arrivals=CHUNKS, num_barriers=1),
         plgpu.Barrier(num_arrivals=GROUPS, num_barriers=1),
     ]
+    given, inputs = jax.tree.flatten((kept, levels, in_reads(places)._replace(codes=None)))
+    shape, many = jax.ShapeDtypeStruct, 2 + len(behind)
 
-    def log_linear_delta_descend(d_o, gates, kept, *refs):
-        nodes, refs = refs[: len(levels)], refs[len(levels) :]
-        results, own, left = refs[:3], Memory(*refs[3 : 3 + len(memory)]), refs[3 + len(memory) :]
-        task, group = Task.here(sizes), lax.axis_index("group")
+    def log_linear_delta_descend(d_o, gates, *refs):
+        (kept, nodes, where), refs = inputs.unflatten(refs[: len(given)]), refs[len(given) :]
+        results, refs = refs[:many], refs[many:]
+        own, left = Memory(*refs[: len(memory)]), refs[len(memory) :]
+        task, group = Task.here(sizes, where), lax.axis_index("group")
 
-        @pl.when(group == GROUPS)
+        @pl.when((group == GROUPS) & (task.number >= 0))
         def _():
             plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
             load_descent(task, d_o, gates, kept, nodes, own)
 
-        @pl.when(group < GROUPS)
+        @pl.when((group < GROUPS) & (task.number >= 0))
         def _():
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
             descend_program(task, own, results, left[0].at[group] if left else None, interpret)
             plgpu.wait_smem_to_gmem(0)
 
-    d_q, d_kept, sums = plgpu.kernel(
+    sums = shape((sizes.batch, sizes.blocks * sizes.heads * depth, BLOCK), f32)
+    d_q, *d_kept, sums = plgpu.kernel(
         log_linear_delta_descend,
-        out_type=[
-            jax.ShapeDtypeStruct(d_o.shape, dtype),
-            jax.ShapeDtypeStruct(behind, dtype),
-            jax.ShapeDtypeStruct((sizes.batch, sizes.blocks * sizes.heads * depth, BLOCK), f32),
-        ],
+        out_type=[shape(d_o.shape, dtype), *behind, sums],
         scratch_types=[*memory, *staging([(CHUNK, sizes.dim)], dtype, interpret, GROUPS)],
         grid=(sizes.batch, sizes.blocks, sizes.heads),
         grid_names=("row", "block", "head"),
@@ -242,7 +266,7 @@ def descend(d_o, gates, kept, levels: tuple, *, sizes: Sizes, config: Config, in
         thread_name="group",
         compiler_params=parameters(config.automatic_barriers),
         interpret=interpret,
-    )(d_o, gates.reshape(sizes.batch, -1, *gates.shape[3:]), kept, *levels)
+    )(d_o, gates.reshape(sizes.batch, -1, *gates.shape[3:]), *given)
     return d_q, d_kept, sums.reshape(sizes.batch, sizes.blocks, sizes.heads, depth, BLOCK)
 
 
@@ -250,25 +274,37 @@ def descend(d_o, gates, kept, levels: tuple, *, sizes: Sizes, config: Config, in
 
 
 class Readers(NamedTuple):
-    """A program of `sums`: the level, the first of its readers among those of the level, how many of them there are,
-    and whether its node begins the row."""
+    """A program of `sums`: the level, the first of the blocks that it goes through, where that block's queries and
+    their cotangents are among those kept, how many blocks there are, and whether no node is before theirs in its
+    document."""
 
     level: Any
-    start: Any
+    block: Any
+    kept: Any
+    behind: Any
     valid: Any
     first: Any
 
     @classmethod
     def of(cls, program, sizes: Sizes, lowest: int, count: int) -> "Readers":
-        each = half_of(sizes) // count
-        level, start = lowest + lax.div(program, each), lax.rem(program, each) * count
+        """In a row that is one document."""
+        half = half_of(sizes)
+        level, start = lowest + lax.div(program, half // count), lax.rem(program, half // count) * count
         node = start >> level
         block = (node << (level + 1)) + (1 << level) + (start & ((1 << level) - 1))
-        return cls(level, start, lax.clamp(0, sizes.blocks - block, count), node == 0)
+        kept = (level - beyond(level)) * half + start
+        valid = lax.clamp(0, sizes.blocks - block, count)
+        return cls(level, block, kept, kept - before_it(level), valid, node == 0)
 
-    def block(self, i):
-        number = self.start + i
-        return ((number >> self.level) << (self.level + 1)) + (1 << self.level) + (number & ((1 << self.level) - 1))
+    @classmethod
+    def among(cls, row, program, places: Places, level: int, count: int) -> "Readers":
+        """Of a pair of this level, the next so many readers."""
+        parts, readers = (1 << level) // count, places.readers[level]
+        pair, start = lax.div(program, parts), lax.rem(program, parts) * count
+        begin, many, first = (readers[row, pair, i] for i in range(3))
+        block = begin + start
+        kept = places.kept[row, level, lax.min(block, places.kept.shape[2] - 1)]
+        return cls(jnp.int32(level), block, kept, kept, lax.clamp(0, many - start, count), first > 0)
 
 
 class SumMemory(NamedTuple):
@@ -290,8 +326,7 @@ def load_readers(x: tuple, place: tuple, readers: Readers, memory: SumMemory, si
     def load(i, _):
         ring_wait(memory.empty, i, STAGES)
         slot = lax.rem(i, STAGES)
-        full, block = memory.full.at[slot], readers.block(i)
-        first = (readers.level * half_of(sizes) + readers.start + i) * BLOCK
+        full, block, first = memory.full.at[slot], readers.block + i, (readers.kept + i) * BLOCK
         for chunk in range(CHUNKS):
             tokens, target = pl.ds(first + chunk * CHUNK, CHUNK), (slot, chunk)
             plgpu.copy_gmem_to_smem(kept.at[row, tokens, head], memory.q.at[target], full)
@@ -303,7 +338,8 @@ def load_readers(x: tuple, place: tuple, readers: Readers, memory: SumMemory, si
                 plgpu.copy_gmem_to_smem(kept.at[row, tokens, head], memory.d_q.at[target], full)
 
             @pl.when(jnp.logical_not(readers.first))
-            def _(tokens=tokens, target=target):
+            def _(chunk=chunk, target=target):
+                tokens = pl.ds((readers.behind + i) * BLOCK + chunk * CHUNK, CHUNK)
                 plgpu.copy_gmem_to_smem(d_kept.at[row, tokens, head], memory.d_q.at[target], full)
 
         weights = gates.at[row, block * sizes.heads + head, READS + readers.level]
@@ -349,22 +385,24 @@ def add_readers(readers: Readers, memory: SumMemory, out, left, interpret) -> No
         plgpu.copy_smem_to_gmem(room, out.at[kind, columns(group)])
 
 
-def part_sums(x: tuple, sizes: Sizes, levels: range, count: int, config: Config, interpret) -> jax.Array:
-    """(dN, dS) [B, parts, H, 2, K, K] of the nodes of some levels, each from `count` of its readers."""
+def part_sums(x: tuple, where, parts: int, sizes: Sizes, config: Config, interpret) -> jax.Array:
+    """(dN, dS) [B, parts, H, 2, K, K], each from the readers that where(row, part, tables) gives; x: the arguments of
+    `sums` for a group of levels and then the tables."""
     dtype, groups = x[0].dtype, sizes.dim // TILE
     tokens = shared(STAGES, CHUNKS, CHUNK, sizes.dim, dtype=dtype)
-    parts = len(levels) * half_of(sizes) // count
+    given, inputs = jax.tree.flatten(x)
 
     def log_linear_delta_sums(*refs):
-        inputs, out, scratch = refs[:4], refs[4], refs[5:]
+        (*arrays, tables), out = inputs.unflatten(refs[: len(given)]), refs[len(given)]
+        scratch = refs[len(given) + 1 :]
         memory, left = SumMemory(*scratch[:7]), scratch[7:]
         row, part, head = (lax.axis_index(name) for name in ("row", "part", "head"))
-        readers, group = Readers.of(part, sizes, levels[0], count), lax.axis_index("group")
+        readers, group = where(row, part, tables), lax.axis_index("group")
 
         @pl.when(group == groups)
         def _():
             plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
-            load_readers(inputs, (row, head), readers, memory, sizes)
+            load_readers(tuple(arrays), (row, head), readers, memory, sizes)
 
         @pl.when(group < groups)
         def _():
@@ -390,24 +428,45 @@ def part_sums(x: tuple, sizes: Sizes, levels: range, count: int, config: Config,
         thread_name="group",
         compiler_params=parameters(config.automatic_barriers),
         interpret=interpret,
-    )(*x)
+    )(*given)
+
+
+def summed(parts: jax.Array, count: int) -> jax.Array:
+    """The sums of every `count` parts."""
+    own = parts.reshape(parts.shape[0], -1, count, *parts.shape[2:])
+    return own[:, :, 0] if count == 1 else jnp.sum(own, axis=2, dtype=f32).astype(parts.dtype)
 
 
 @narrow_indices()
-def sums(d_o, gates, kept, d_kept, *, sizes: Sizes, config: Config, interpret=None) -> list[jax.Array]:
-    """By level the cotangents (dN, dS) [B, P, H, 2, K, K] of the nodes that are read, every other one, and zeros of any
-    beyond them. Arguments as in `descend`, and what it returns."""
-    x = d_o, gates.reshape(sizes.batch, -1, *gates.shape[3:]), kept, d_kept
-    found: list[jax.Array] = []
-    while len(found) < sizes.depth:
-        lowest, half = len(found), half_of(sizes)
-        count = min(1 << lowest, SPAN)
-        levels = range(lowest, lowest + 1 if count < SPAN else sizes.depth)
-        parts = part_sums(x, sizes, levels, count, config, interpret)
-        if count < SPAN:
-            found.append(parts)
+def sums(
+    d_o, gates, kept: list, d_kept: list, places: Places, *, sizes: Sizes, config: Config, interpret=None
+) -> list[jax.Array]:
+    """By level the cotangents (dN, dS) [B, P, H, 2, K, K] of the nodes that are read, the first ones of pairs, and
+    zeros where there is none. Arguments as in `descend`, and what it returns."""
+    gates, found, half = gates.reshape(sizes.batch, -1, *gates.shape[3:]), [], half_of(sizes)
+    for i, group in enumerate(sizes.groups):
+        x, count = (d_o, gates, kept[i], d_kept[i], in_sums(places)), min(1 << group.start, SPAN)
+        if places.readers is None:
+
+            def of(_row, part, _tables, group=group, count=count):
+                return Readers.of(part, sizes, group.start, count)
+
+            parts = part_sums(x, of, len(group) * half // count, sizes, config, interpret)
+            split = jnp.split(parts, len(group), axis=1)
+            found += [summed(own, (1 << level) // count) for level, own in zip(group, split, strict=True)]
             continue
-        for level, own in zip(levels, jnp.split(parts, len(levels), axis=1), strict=True):
-            own = own.reshape(sizes.batch, half >> level, -1, *own.shape[2:])
-            found.append(jnp.sum(own, axis=2, dtype=f32).astype(own.dtype))
+        for level in group:
+            each = (1 << level) // count
+
+            def among(row, part, tables, level=level, count=count):
+                return Readers.among(row, part, tables, level, count)
+
+            found.append(
+                summed(part_sums(x, among, places.readers[level].shape[1] * each, sizes, config, interpret), each)
+            )
     return found
+
+
+def in_sums(places: Places) -> Places:
+    """What of it the programs that sum are given."""
+    return Places(kept=places.kept, readers=places.readers)

@@ -6,7 +6,8 @@ merge      N = N_L + N_R + N_R N_L            S = f (S_L + N_R S_L) + S_R
 unmerge    dN_L = dN + N_R^T dN + read        dS_L = f (dS + N_R^T dS) + read        df f = <S_L, f (dS + N_R^T dS)>
            dN_R = dN + f dS S_L^T + dN N_L^T  dS_R = dS
 
-"read" is what the tokens behind give the left half, which alone is read. A program has 64 columns of N or of S, kept
+"read" is what the tokens behind give the left half, which alone is read. A pair without a right half has no parent,
+and dN_L and dS_L are "read". A program has 64 columns of N or of S, kept
 transposed in registers, or 64 rows of dN_R. What passes memory from level to level is two 16-bit numbers, the second
 one what the first was rounded by, so that the sums keep their digits; products take the first alone.
 """
@@ -77,6 +78,17 @@ def send_tile(x, room, targets) -> None:
         x = x - narrow.astype(f32)
 
 
+def send_rows(x, room, targets) -> None:
+    """As `send_tile`, of rows [64, K]."""
+    for target in targets:
+        narrow = x.astype(room.dtype)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        room[...] = narrow
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(room, target)
+        x = x - narrow.astype(f32)
+
+
 def launch(name: str, body, arguments: tuple, out, scratch: list, grid: tuple, config: Config, interpret):
     body.__name__ = name
     return plgpu.kernel(
@@ -96,17 +108,29 @@ def wide_fades(fades: jax.Array) -> jax.Array:
 
 
 @narrow_indices()
-def merge(nodes, rests, fades, *, config: Config, interpret=None) -> tuple[jax.Array, jax.Array]:
-    """(N, S) [2, B, P // 2, H, K, K] of the next level, and what they were rounded by, from those of a level
-    [2, B, P, H, K, K] (rests: None if they are exact) and f [B, P // 2, H] float32."""
+def merge(nodes, rests, fades, up=None, *, count: int, config: Config, interpret=None) -> tuple[jax.Array, jax.Array]:
+    """(N, S) [2, B, count, H, K, K] of the next level, and what they were rounded by, from those of a level
+    [2, B, P, H, K, K] (rests: None if they are exact) and f [B, P // 2, H] float32. up [B, P // 2]: which node a pair
+    becomes, -1 if none; None: its own number. Other nodes are undefined."""
     (_, batch, _, heads, dim, _), pairs, dtype = nodes.shape, nodes.shape[2] // 2, nodes.dtype
     given = [x for x in (nodes, rests) if x is not None]
     tiles, both = dim // TILE, len(given)
 
     def log_linear_delta_merge(fades, *refs):
+        at = Part.here(tiles, KINDS)
+        if up is None:
+            program(at, at.pair, fades, *refs)
+            return
+        known, *refs = refs
+        parent = known[at.row, at.pair]
+
+        @pl.when(parent >= 0)
+        def _():
+            program(at, parent, fades, *refs)
+
+    def program(at, parent, fades, *refs):
         sources, refs = refs[:both], refs[both:]
         out, out_rest, change, left, right, fade, loaded, *rest = refs
-        at = Part.here(tiles, KINDS)
         here = columns(at.tile)
         for i, source in enumerate(sources):
             for target, node in ((left, 2 * at.pair), (right, 2 * at.pair + 1)):
@@ -117,7 +141,7 @@ def merge(nodes, rests, fades, *, config: Config, interpret=None) -> tuple[jax.A
         faded = together(left) * jnp.where(at.kind == CHANGE, 1.0, fade[0])
         narrow = left_operand(faded.astype(dtype), rest[0] if rest else None)
         total = add_product(faded + together(right), narrow, change.T, interpret)
-        targets = [ref.at[at.kind, at.row, at.pair, at.head, :, here] for ref in (out, out_rest)]
+        targets = [ref.at[at.kind, at.row, parent, at.head, :, here] for ref in (out, out_rest)]
         send_tile(total, left.at[0], targets)
         plgpu.wait_smem_to_gmem(0)
 
@@ -128,8 +152,9 @@ def merge(nodes, rests, fades, *, config: Config, interpret=None) -> tuple[jax.A
         plgpu.Barrier(num_arrivals=2 * both + 2),
         *[shared(TILE, dim, dtype=dtype)] * (interpret is not None),
     ]
-    out = [jax.ShapeDtypeStruct((KINDS, batch, pairs, heads, dim, dim), dtype)] * 2
-    grid, arguments = (batch, pairs, heads * KINDS * tiles), (wide_fades(fades), *given)
+    out = [jax.ShapeDtypeStruct((KINDS, batch, count, heads, dim, dim), dtype)] * 2
+    known = [] if up is None else [up]
+    grid, arguments = (batch, pairs, heads * KINDS * tiles), (wide_fades(fades), *known, *given)
     name = "log_linear_delta_merge"
     return tuple(launch(name, log_linear_delta_merge, arguments, out, scratch, grid, config, interpret))
 
@@ -159,18 +184,33 @@ def load_cotangent(d: Cotangents, index, kind, at: Part, window, tiles, loaded) 
             start(d.state.at[i], i)
 
 
-def unmerge_left(nodes, fades, d: Cotangents, read, both: int, config: Config, interpret) -> tuple:
+def parent_of(at: Part, up) -> tuple[Any, Any]:
+    """The parent of a pair, or any node where it has none, and whether it has one, None if all have. up [B, P] in
+    global memory, or None."""
+    if up is None:
+        return at.pair, None
+    parent = up[at.row, at.pair]
+    return lax.max(parent, 0), parent >= 0
+
+
+def if_there(there, x):
+    """A select: what there is not may be NaN."""
+    return x if there is None else jnp.where(there, x, 0.0)
+
+
+def unmerge_left(nodes, fades, d: Cotangents, read, up, both: int, config: Config, interpret) -> tuple:
     """dN_L and dS_L, dS_R, and df f [B, P, H] of the P pairs."""
     (_, batch, _, heads, dim, _), pairs, dtype = nodes.shape, fades.shape[1], nodes.dtype
     tiles, given = dim // TILE, [x for x in d if x is not None]
-    shape = jax.ShapeDtypeStruct
+    shape, known = jax.ShapeDtypeStruct, [] if up is None else [up]
 
     def log_linear_delta_unmerge_left(nodes, fades, read, *refs):
+        ups, refs = (refs[0] if known else None), refs[len(known) :]
         sources, refs = Cotangents(*refs[: len(given)], *[None] * (3 - len(given))), refs[len(given) :]
         left, state, sums, change, d_tiles, kept, states, fade, part, loaded, *rest = refs
         at = Part.here(tiles, KINDS)
-        here = columns(at.tile)
-        load_cotangent(sources, at.pair, at.kind, at, (slice(None), here), d_tiles, loaded)
+        here, (parent, there) = columns(at.tile), parent_of(at, ups)
+        load_cotangent(sources, parent, at.kind, at, (slice(None), here), d_tiles, loaded)
         plgpu.copy_gmem_to_smem(read.at[at.row, at.pair, at.head, at.kind, :, here], kept, loaded)
         plgpu.copy_gmem_to_smem(nodes.at[at.kind, at.row, 2 * at.pair, at.head, :, here], states, loaded)
         plgpu.copy_gmem_to_smem(nodes.at[CHANGE, at.row, 2 * at.pair + 1, at.head], change, loaded)
@@ -178,8 +218,8 @@ def unmerge_left(nodes, fades, d: Cotangents, read, both: int, config: Config, i
         plgpu.barrier_wait(loaded)
         faded = together(d_tiles) * jnp.where(at.kind == CHANGE, 1.0, fade[0])
         narrow = left_operand(faded.astype(dtype), rest[0] if rest else None)
-        total = add_product(faded, narrow, change, interpret)
-        part[...] = jnp.sum(total * transposed(states).astype(f32), axis=1)
+        total = if_there(there, add_product(faded, narrow, change, interpret))
+        part[...] = if_there(there, jnp.sum(total * transposed(states).astype(f32), axis=1))
         total = total + transposed(kept).astype(f32)
         send_tile(total, states, [left.at[KINDS * i + at.kind, at.row, at.pair, at.head, :, here] for i in range(both)])
         row = (at.pair * heads + at.head) * KINDS + at.kind
@@ -195,7 +235,7 @@ def unmerge_left(nodes, fades, d: Cotangents, read, both: int, config: Config, i
     left, state, sums = launch(
         "log_linear_delta_unmerge_left",
         log_linear_delta_unmerge_left,
-        (nodes, wide_fades(fades), read, *given),
+        (nodes, wide_fades(fades), read, *known, *given),
         [
             shape((KINDS * both, batch, pairs, heads, dim, dim), dtype),
             shape((both, batch, pairs, heads, dim, dim), dtype),
@@ -217,18 +257,28 @@ def unmerge_left(nodes, fades, d: Cotangents, read, both: int, config: Config, i
     return left, state, sums.reshape(batch, pairs, heads, KINDS, dim)[:, :, :, STATE].sum(-1)
 
 
-def unmerge_right(nodes, fades, d: Cotangents, both: int, config: Config, interpret) -> jax.Array:
-    """dN_R of the pairs, and what it was rounded by if it is asked for `both`."""
+def unmerge_right(nodes, fades, d: Cotangents, up, both: int, config: Config, interpret) -> jax.Array:
+    """dN_R of the pairs, and what it was rounded by if it is asked for `both`; undefined where there is none."""
     (_, batch, _, heads, dim, _), pairs, dtype = nodes.shape, fades.shape[1], nodes.dtype
-    tiles, given = dim // TILE, [x for x in d if x is not None]
+    tiles, given, known = dim // TILE, [x for x in d if x is not None], [] if up is None else [up]
 
     def log_linear_delta_unmerge_right(nodes, fades, *refs):
+        at = Part.here(tiles, 1)
+        parent, there = parent_of(at, refs[0] if known else None)
+        if there is None:
+            program(at, parent, nodes, fades, *refs)
+            return
+
+        @pl.when(there)
+        def _():
+            program(at, parent, nodes, fades, *refs[1:])
+
+    def program(at, parent, nodes, fades, *refs):
         sources, refs = Cotangents(*refs[: len(given)], *[None] * (3 - len(given))), refs[len(given) :]
         out, change, state, d_change, d_state, fade, loaded, *rest = refs
-        at = Part.here(tiles, 1)
         window = columns(at.tile), slice(None)
-        load_cotangent(sources, at.pair, jnp.int32(CHANGE), at, window, d_change, loaded)
-        load_cotangent(sources, at.pair, jnp.int32(STATE), at, window, d_state, loaded)
+        load_cotangent(sources, parent, jnp.int32(CHANGE), at, window, d_change, loaded)
+        load_cotangent(sources, parent, jnp.int32(STATE), at, window, d_state, loaded)
         plgpu.copy_gmem_to_smem(nodes.at[CHANGE, at.row, 2 * at.pair, at.head], change, loaded)
         plgpu.copy_gmem_to_smem(nodes.at[STATE, at.row, 2 * at.pair, at.head], state, loaded)
         plgpu.copy_gmem_to_smem(fades.at[at.row, at.pair * heads + at.head], fade, loaded)
@@ -242,21 +292,15 @@ def unmerge_right(nodes, fades, d: Cotangents, both: int, config: Config, interp
             plgpu.wgmma(acc, d_change.at[0], change.T)
             return finish(acc, total, interpret)
 
-        x, room = pl.run_scoped(run, plgpu.ACC((TILE, dim), f32)), d_state.at[0]
-        for i in range(both):
-            narrow = x.astype(dtype)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            room[...] = narrow
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(room, out.at[i, at.row, at.pair, at.head, columns(at.tile)])
-            x = x - narrow.astype(f32)
+        x = pl.run_scoped(run, plgpu.ACC((TILE, dim), f32))
+        send_rows(x, d_state.at[0], [out.at[i, at.row, at.pair, at.head, columns(at.tile)] for i in range(both)])
         plgpu.wait_smem_to_gmem(0)
 
     rows = shared(2, TILE, dim, dtype=dtype)
     return launch(
         "log_linear_delta_unmerge_right",
         log_linear_delta_unmerge_right,
-        (nodes, wide_fades(fades), *given),
+        (nodes, wide_fades(fades), *known, *given),
         jax.ShapeDtypeStruct((both, batch, pairs, heads, dim, dim), dtype),
         [
             *[shared(dim, dim, dtype=dtype)] * 2,
@@ -273,11 +317,11 @@ def unmerge_right(nodes, fades, d: Cotangents, both: int, config: Config, interp
 
 
 @narrow_indices()
-def unmerge(nodes, fades, d: Cotangents, read, *, lowest: bool, config: Config, interpret=None) -> tuple:
+def unmerge(nodes, fades, d: Cotangents, read, up=None, *, lowest: bool, config: Config, interpret=None) -> tuple:
     """(Cotangents of the nodes of a level, df f [B, P // 2, H]) from those of the next one.
 
-    nodes (N, S) [2, B, P, H, K, K] and fades as in `merge`; read [B, P', H, 2, K, K], P' >= P // 2: the cotangents
+    nodes (N, S) [2, B, P, H, K, K], fades and up as in `merge`; read [B, P', H, 2, K, K], P' >= P // 2: the cotangents
     (dN, dS) of the even ones from the tokens that read them. At the lowest level nothing is kept of the rounding."""
     both = 1 if lowest else 2
-    left, state, d_fades = unmerge_left(nodes, fades, d, read, both, config, interpret)
-    return Cotangents(left, unmerge_right(nodes, fades, d, both, config, interpret), state), d_fades
+    left, state, d_fades = unmerge_left(nodes, fades, d, read, up, both, config, interpret)
+    return Cotangents(left, unmerge_right(nodes, fades, d, up, both, config, interpret), state), d_fades

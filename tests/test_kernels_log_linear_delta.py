@@ -18,7 +18,7 @@ from efla_jax.kernels import log_linear_delta as kernel  # noqa: E402
 from efla_jax.kernels import log_linear_delta_gradients as gradients  # noqa: E402
 from efla_jax.kernels import log_linear_delta_read as reads  # noqa: E402
 from efla_jax.ops import pallas_log_linear_delta  # noqa: E402
-from efla_jax.ops.fenwick import fenwick, fenwick_level, init_fenwick_state  # noqa: E402
+from efla_jax.ops.fenwick import FenwickState, fenwick, fenwick_level  # noqa: E402
 from efla_jax.ops.fenwick_chunked import fenwick_chunked  # noqa: E402
 from tests import ptxas  # noqa: E402
 from tests.cases import recurrence_case  # noqa: E402
@@ -28,7 +28,7 @@ from tests.oracle import fenwick_and_gradients, relative_rms  # noqa: E402
 # JAX_PLATFORMS=cuda,cpu runs the same comparisons on a Hopper GPU, by the programs themselves.
 ON_GPU = os.environ.get("JAX_PLATFORMS", "").startswith("cuda")
 INTERPRET = None if ON_GPU else plgpu.InterpretGPUParams(detect_races=True)
-NAMES = ("o", "states", "dq", "dk", "du", "derase", "dlog_decay", "dlevel_weights")
+NAMES = ("o", "states", "dq", "dk", "du", "derase", "dlog_decay", "dlevel_weights", "dinitial_states")
 # As for linear attention's kernels: the same operands rounded to bfloat16 as in the chunked form, in another order, and
 # sums of several gradients that were each rounded.
 FLOOR, RATIO = 2.9e-3, 1.2
@@ -48,6 +48,8 @@ FLOAT16 = 1e-3
 RACE = "RACE DETECTED"
 CASES = ("random", "no decay", "strong decay", "forget", "mixed decay", "zero keys", "cosine 0.99", "erase up to 2")
 SHAPES = {
+    "one head": dict(batch=1, time=200, key_heads=1, heads=1, key_dim=64, value_dim=64),
+    "two rows": dict(batch=2, time=512, key_heads=1, heads=2, key_dim=64, value_dim=64),
     "whole blocks": dict(batch=1, time=256, key_heads=1, heads=2, key_dim=64, value_dim=64),
     "many blocks": dict(batch=1, time=700, key_heads=1, heads=1, key_dim=64, value_dim=64),
     "keys of 128": dict(batch=1, time=300, key_heads=1, heads=2, key_dim=128, value_dim=128),
@@ -65,18 +67,34 @@ def no_races(capfd):
 
 @functools.cache
 def compiled(config):
-    """A jitted (arguments, cotangents) -> (o, states, gradients) by the kernels, or by the chunked form (None)."""
+    """A jitted (arguments, states, position, ids, cotangents) -> (o, states, gradients) by the kernels, or by the
+    chunked form (None)."""
 
-    def op(*arguments):
-        f = fenwick(*arguments, None, None)
+    def op(*arguments, position, ids):
+        *arguments, states = arguments
+        f = fenwick(*arguments, None if states is None else FenwickState(states, position), ids)
         return fenwick_chunked(f, 64) if config is None else pallas_log_linear_delta.laid_out(f, config, INTERPRET)
 
     @jax.jit
-    def run(arguments, cotangents):
-        out, pull = jax.vjp(op, *arguments)
-        return *out, *pull(cotangents)
+    def run(arguments, states, position, ids, cotangents):
+        out, pull = jax.vjp(functools.partial(op, position=position, ids=ids), *arguments, states)
+        return *out, *pull(cotangents)[: 6 + (states is not None)]
 
     return run
+
+
+def prefix(position, like):
+    """States [B, H, L, K, V] of a prefix of so many tokens, in the slots that it has, and which these are."""
+    slot, last = np.arange(like.shape[2]), like.shape[2] - 1
+    bits = np.asarray(position)[:, None] >> np.maximum(slot - 1, 0)
+    live = np.where(slot == last, bits > 0, bits & 1 == 1) & ((slot > 0) | (last == 0))
+    states = np.random.default_rng(2).normal(size=like.shape) * live[:, None, :, None, None]
+    return jnp.asarray(states, jnp.float32), live
+
+
+def row_of(lengths, time):
+    """Ids [1, T] of documents of these lengths, the last one to the end."""
+    return np.repeat(np.arange(1, len(lengths) + 2), [*lengths, time])[None, :time].astype(np.int32)
 
 
 def case(name: str, shape: str, levels: int, dtype=jnp.bfloat16):
@@ -88,23 +106,76 @@ def case(name: str, shape: str, levels: int, dtype=jnp.bfloat16):
     return (*arguments, weights), (d_o, d_states)
 
 
-def compare(arguments, cotangents, floors=FLOORS):
-    """The kernels' results, once they are as right as the chunked form."""
-    results = compiled(CONFIG)(arguments, cotangents)
-    zero = jnp.zeros_like(cotangents[1])
-    out, slopes = fenwick_and_gradients((*arguments, zero), None, np.zeros(zero.shape[0], np.int32), cotangents)
-    truth = *out, *slopes[:6]
-    errors = {n: relative_rms(r, t) for n, r, t in zip(NAMES, results, truth, strict=True)}
-    bounds = dict.fromkeys(NAMES, FLOAT16)
+def compare(arguments, cotangents, floors=FLOORS, position=None, ids=None):
+    """The kernels' results, once they are as right as the chunked form. position [B]: of a prefix."""
+    batch, zeros, live = arguments[0].shape[0], jnp.zeros_like(cotangents[1]), None
+    start, states = np.zeros(batch, np.int32), zeros
+    if position is not None:
+        start = np.asarray(position, np.int32)
+        states, live = prefix(start, zeros)
+    more = None if position is None else states, jnp.asarray(start), None if ids is None else jnp.asarray(ids)
+    out, slopes = fenwick_and_gradients((*arguments, states), ids, start, cotangents)
+    truth = *out, *slopes[: 6 + (position is not None)]
+
+    def errors_of(config):
+        found = compiled(config)(arguments, *more, cotangents)
+        errors = {}
+        for name, result, right in zip(NAMES, found, truth, strict=False):
+            if name == "dinitial_states":  # slots that the prefix has not are none of its state
+                result, right = (np.where(live[:, None, :, None, None], x, 0.0) for x in (result, right))
+            errors[name] = relative_rms(result, right)
+        return errors
+
+    errors, bounds = errors_of(CONFIG), dict.fromkeys(NAMES, FLOAT16)
     if arguments[2].dtype == jnp.bfloat16:
-        others = compiled(None)(arguments, cotangents)
-        chunked = {n: relative_rms(r, t) for n, r, t in zip(NAMES, others, truth, strict=True)}
+        chunked = errors_of(None)
         chunked["dk"] = max(chunked["dk"], chunked["du"])
-        bounds = {n: max(RATIOS[n] * chunked[n], floors[n]) for n in NAMES}
-    assert all(errors[n] <= bounds[n] for n in NAMES), {n: (errors[n], bounds[n]) for n in NAMES}
+        bounds = {n: max(RATIOS[n] * chunked[n], floors[n]) for n in chunked}
+    assert all(errors[n] <= bounds[n] for n in errors), {n: (errors[n], bounds[n]) for n in errors}
 
 
 def test_outputs_states_and_gradients_equal_the_oracle():
+    """Documents of whole cells and of shared ones behind a prefix, which a block that goes on with it reads."""
+    arguments, cotangents = case("random", "one head", 9)
+    compare(arguments, cotangents, position=(1100,), ids=row_of((180,), 200))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", ((), (300, 290), (129, 1, 127, 128, 64, 65), (10, 100, 60, 90)), ids=str)
+@pytest.mark.parametrize("levels", (3, 12))
+def test_documents_equal_the_oracle(lengths, levels):
+    arguments, cotangents = case("random", "many blocks", levels)
+    compare(arguments, cotangents, ids=row_of(lengths, 700))
+    compare(arguments, cotangents, position=(200,), ids=row_of(lengths, 700))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("levels", (1, 8, 10))
+@pytest.mark.parametrize("position", ((0, 128), (5, 130), (384, 127), (1000, 4000)), ids=str)
+def test_a_prefix_of_any_length_goes_on(position, levels):
+    compare(*case("random", "two rows", levels), position=position)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ("no decay", "forget", "cosine 0.99", "erase up to 2"))
+def test_every_kind_of_input_in_packed_and_padded_rows(name):
+    """Of two rows one has nothing but padding."""
+    arguments, cotangents = case(name, "two rows", 10)
+    ids = np.concatenate([row_of((140, 200), 512), np.zeros((1, 512), np.int32)])
+    ids[:, 100:110] = 0
+    floors = FLOORS | (NO_DECAY if name == "no decay" else {})
+    compare(arguments, cotangents, floors, (3, 260), ids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("time", (1, 63, 128, 200))
+def test_short_rows(time):
+    arguments, (d_o, d_states) = case("random", "one head", 9)
+    compare(tuple(a[:, :time] for a in arguments), (d_o[:, :time], d_states))
+
+
+@pytest.mark.slow
+def test_whole_rows_equal_the_oracle():
     compare(*case("random", "whole blocks", 11))
 
 
@@ -133,9 +204,10 @@ def test_vmap_equals_one_at_a_time():
     first, cotangents = case("random", "whole blocks", 9)
     second, _ = case("mixed decay", "whole blocks", 9)
     both = [jnp.stack(pair) for pair in zip(first, second, strict=True)]
-    mapped = jax.vmap(compiled(CONFIG), (0, None))(both, cotangents)
+    run = compiled(CONFIG)
+    mapped = jax.vmap(lambda x: run(x, None, None, None, cotangents))(both)
     for i, arguments in enumerate((first, second)):
-        for value, reference in zip(mapped, compiled(CONFIG)(arguments, cotangents), strict=True):
+        for value, reference in zip(mapped, run(arguments, None, None, None, cotangents), strict=True):
             assert relative_rms(value[i], reference) < 1e-6
 
 
@@ -143,42 +215,54 @@ def test_vmap_equals_one_at_a_time():
 def test_blocks_read_the_nodes_of_their_bits(count):
     """The level of every node that a block reads, against the levels of tokens; and every reader counted once, by the
     block that reads and by the program that sums over a node's readers."""
-    sizes, found = kernel.Sizes(1, count, 1, 1, 64), {}
+    keys = jax.ShapeDtypeStruct((1, 128 * count, 1, 64), jnp.bfloat16)
+    sizes, found = kernel.Sizes.of(keys, keys), {}
     half = reads.half_of(sizes)
+
+    def group_of(level):
+        return next(i for i, group in enumerate(sizes.groups) if level in group)
+
+    assert sizes.depth == (count - 1).bit_length() and sizes.kept == (half,) * sizes.depth
     for block in range(count):
-        left = block
+        task, left = reads.Task(0, jnp.int32(0), jnp.int32(block), 0, sizes, kernel.Places()), block
         while left:
             level = int(reads.lowest_level(jnp.int32(left)))
             first = left - (1 << level)
-            assert ((left >> level) - 1) % 2 == 0
+            node = int(task.node(level))
+            assert node % 2 == 0 and node == first >> level
             assert set(fenwick_level(block, np.arange(first, left)).tolist()) == {level + 1}
-            found[int(reads.reader_number(block, level, half))] = level, block, first >> level
+            found[group_of(level), int(task.kept(level))] = level, block, node
             left = int(reads.without_lowest(left))
-    summed = {}
+    summed, behind = {}, []
     for level in range(sizes.depth):
         each = min(1 << level, gradients.SPAN)
         for program in range(half // each):
             readers = gradients.Readers.of(jnp.int32(program), sizes, level, each)
             for i in range(int(readers.valid)):
-                block, node = int(readers.block(i)), 2 * (program * each >> level)
+                node = 2 * (program * each >> level)
                 assert bool(readers.first) == (node == 0)
-                summed[level * half + int(readers.start) + i] = level, block, node
+                summed[group_of(level), int(readers.kept) + i] = level, int(readers.block) + i, node
+                if node:
+                    behind.append((group_of(level), int(readers.behind) + i))
     assert summed == found and len(found) == sum(block.bit_count() for block in range(count))
+    assert len(set(behind)) == len(behind) and all(
+        0 <= place < len(group) * half - gradients.before_first(group)
+        for i, group in enumerate(sizes.groups)
+        for which, place in behind
+        if which == i
+    )
 
 
 def test_what_the_kernels_do_not_serve_is_named():
-    def ask(dtype=jnp.bfloat16, keys=64, time=128, state=None, ids=None):
+    def ask(dtype=jnp.bfloat16, keys=64, time=128):
         q, u = jnp.zeros((1, time, 1, keys), dtype), jnp.zeros((1, time, 2, 64), jnp.bfloat16)
         gates, weights = jnp.zeros((1, time, 2)), jnp.zeros((1, time, 2, 5))
-        f = fenwick(q, q, u, gates, gates, weights, state, ids)
+        f = fenwick(q, q, u, gates, gates, weights, None, None)
         return pallas_log_linear_delta.log_linear_delta_rule(f, 64, CONFIG, INTERPRET)
 
     for reason, options in (
         ("one dtype", dict(dtype=jnp.float16)),
         ("K = 32", dict(keys=32)),
-        ("at least 128 tokens", dict(time=127)),
-        ("without initial_state", dict(state=init_fenwick_state(1, 2, 5, 64, 64))),
-        ("and segment_ids", dict(ids=jnp.ones((1, 128), jnp.int32))),
     ):
         with pytest.raises(NotImplementedError, match=reason):
             ask(**options)
@@ -191,31 +275,33 @@ def test_what_the_kernels_do_not_serve_is_named():
         ops.log_linear_delta_rule(q, q, q, gates, gates, gates[..., None], implementation="pallas")
 
 
-def lowered(sizes, dtype, config):
-    """The program of value and gradients at (B, T, G, H, K, V, L)."""
+def lowered(sizes, dtype, config, packed=False):
+    """The program of value and gradients at (B, T, G, H, K, V, L); packed: of documents behind a prefix."""
     batch, time, key_heads, heads, key_dim, value_dim, levels = sizes
     shape = jax.ShapeDtypeStruct
     keys, values = shape((batch, time, key_heads, key_dim), dtype), shape((batch, time, heads, value_dim), dtype)
     gates, weights = shape((batch, time, heads), jnp.float32), shape((batch, time, heads, levels), jnp.float32)
     states = shape((batch, heads, levels, key_dim, value_dim), jnp.float32)
 
-    def run(arguments, cotangents):
-        def op(*arguments):
-            return pallas_log_linear_delta.laid_out(fenwick(*arguments, None, None), config, None)
+    ids, position = shape((batch, time), jnp.int32), shape((batch,), jnp.int32)
 
-        out, pull = jax.vjp(op, *arguments)
+    def run(arguments, states, position, ids, cotangents):
+        def op(*arguments):
+            more = (FenwickState(arguments[-1], position), ids) if packed else (None, None)
+            return pallas_log_linear_delta.laid_out(fenwick(*arguments[:-1], *more), config, None)
+
+        out, pull = jax.vjp(op, *arguments, states)
         return out, pull(cotangents)
 
-    return lower_cuda(run, (keys, keys, values, gates, gates, weights), (values, states))
+    return lower_cuda(run, (keys, keys, values, gates, gates, weights), states, position, ids, (values, states))
 
 
 def kernels(time: int) -> int:
     """Of value and gradients: the inverse, the nodes, the reads; the queries, the descent, the sums over one, two, four
     and more readers; the steps of first chunks and of all, the nodes' gradients; of every level a merge and its two
     gradients."""
-    blocks = time // 128
-    depth = (blocks - 1).bit_length()
-    return 3 + 1 + (depth > 0) + min(depth, 4) + 3 + 3 * (blocks.bit_length() - 1)
+    depth = (-(-time // 128) - 1).bit_length()
+    return 3 + 1 + (depth > 0) + min(depth, 4) + 3 + 3 * ((time // 128).bit_length() - 1)
 
 
 def test_a_row_of_the_table_lowers():
@@ -232,16 +318,19 @@ def test_the_safe_row_lowers_for_every_size(key_dim, dtype):
     for value_dim, time, key_heads, heads in ((64, 300, 1, 3), (128, 1 << 20, 1, 1), (192, 256, 2, 8)):
         sizes = 1, time, key_heads, heads, key_dim, value_dim, 21
         assert mosaic_calls(lowered(sizes, jnp.dtype(dtype), kernel.SAFE)) == kernels(time)
+    assert mosaic_calls(lowered((2, 300, 1, 3, key_dim, 96, 10), jnp.dtype(dtype), kernel.SAFE, packed=True))
 
 
 @pytest.mark.slow
 # The assembler comes with the CUDA plugin, which a machine without a GPU need not have; lowering is tested without.
 @pytest.mark.skipif(ptxas.missing() is not None, reason=str(ptxas.missing()))
+@pytest.mark.parametrize("packed", (False, True))
 @pytest.mark.parametrize("row", kernel.TABLE, ids=str)
-def test_no_row_of_the_table_spills(row):
+def test_no_row_of_the_table_spills(row, packed):
     """Some registers of bookkeeping at most, and no wgmma that waits for the one before."""
     _, key_dim, dtype = row
-    program = lowered((1, 131072, 16, 16, key_dim, key_dim, 18), jnp.dtype(dtype), kernel.TABLE[row])
+    time, levels = (1000, 9) if packed else (131072, 18)
+    program = lowered((1, time, 16, 16, key_dim, key_dim, levels), jnp.dtype(dtype), kernel.TABLE[row], packed)
     for kernel_usage in ptxas.usage(program):
         assert kernel_usage.spilled <= 96 and not kernel_usage.serialised, kernel_usage
 
