@@ -247,11 +247,12 @@ class Members:
             self.writers[member].write(step, {f"{split}_{name}": value for name, value in scores[member].items()})
 
     def end(self, member: int, status: str, step: int, states: TrainState, data_state: Mapping[str, Any]) -> None:
-        own = jax.tree.map(lambda x: x[member], states)
         seconds = time.perf_counter() - self.began
-        params = jax.device_get(own.params)
+        # Cut on the host: a GPU would compile a slice for every shape.
+        params = jax.tree.map(lambda x: np.asarray(x)[member].copy(), states.params)
         self.outcomes[member] = Outcome(status, step, self.scores[member], self.best[member], seconds, params)
         if self.keep:
+            own = jax.tree.map(lambda x: x[member], states)
             folder = pathlib.Path(self.folders[member])
             metadata = {"config": json.loads((folder / "config.json").read_text()), "tokenizer": ""}
             with Checkpointer(folder / "checkpoints", max_to_keep=1) as checkpointer:
