@@ -5,6 +5,7 @@ The reference is "recurrent" on the same inputs widened to float32.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -44,7 +45,7 @@ def cases() -> list[Case]:
         found += [Case(op, "parallel keys", ODD, "documents"), Case(op, "decay -1e4", ODD, "documents")]
         found += [Case(op, "random", Sizes(1, 40, 1, 2, 64, 128)), Case(op, "random", Sizes(3, 64, 3, 3, 64, 64))]
         found += [Case(op, "random", Sizes(2, 130, 1, 4, 128, 64), "documents")]
-        found += [Case(op, "random", Sizes(2, 200, 1, 2, 256, 256)), Case(op, "random", Sizes(1, 70, 2, 2, 256, 64))]
+        found += [Case(op, "random", Sizes(2, 200, 1, 2, 256, 256)), Case(op, "random", Sizes(2, 270, 2, 4, 256, 64))]
         found += [Case(op, "parallel keys", Sizes(1, 130, 1, 2, 256, 512), "documents")]
         found += [Case(op, "random", Sizes(1, 2048, 1, 2, 256, 128), "documents")]  # the time in parts
         found += [Case(op, "random", Sizes(1, 100, 1, 1, 192, 128))]
@@ -148,7 +149,10 @@ def beside(case: Case, arguments: tuple, truth: dict[str, jax.Array]) -> dict[st
 def bar(case: Case, name: str, beside: float) -> float:
     if case.sizes.time == 1 and name == "state":
         return STATE_AFTER_ONE_TOKEN
-    return max(BAR[case.dtype] * beside, FLOOR[case.dtype])
+    floor = FLOOR[case.dtype]
+    if name == "dlog_decay":  # <S, D> of a chunk is of two states in 16 bits, whose rounding XLA's float32 states lack
+        floor = math.hypot(beside, 1.4 * floor)
+    return max(BAR[case.dtype] * beside, floor)
 
 
 # What --times measures: (op, B, T, G, H, K, V), bfloat16.

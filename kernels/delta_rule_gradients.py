@@ -18,7 +18,7 @@ The cotangent of the log decay is made of row and column sums of M, which nearly
 they are taken of float32 products before anything is rounded. Only <S, D> is of rounded factors.
 
 A key of 256 channels is two of 128: given W, which its forward saves, all of this is a sum over channels of K, but for
-dQ and dK, whose columns they are. Each half of a chunk is a chunk to this program.
+dQ and dK, whose columns they are. Each half of a chunk is a chunk to this program, and has all of V, tile after tile.
 
 With raw keys (`delta_flow.py`) the same holds with s for e, T for the inverse, V for U and N for W. There is one more
 vector, dV . V of each token, for d w, and dK has what the coefficients send along k.
@@ -62,7 +62,7 @@ from efla_jax.kernels.mosaic import (
 )
 
 KEY_DIMS = (64, 128, 256)
-VALUE_DIMS = (64, 128)  # at most two tiles, one for each compute warpgroup
+VALUE_DIMS = (64, 128)  # at most two tiles, one for each compute warpgroup; with K = 256 any number
 GROUPS = 2  # compute warpgroups
 SLOTS = 2  # in which a chunk's or a tile's loads may lie
 REGISTERS = 240, 24  # of a thread that computes, that loads: (2 * 240 + 24) * 128, what the threads start with
@@ -166,14 +166,17 @@ def load_chunk(x: Inputs, memory: Memory, sizes: Sizes, place: tuple, turn) -> N
     chunks."""
     (b, h, half, chunk), gate_head = place, sizes.gate_head(place[1])
     g, tokens, slot = sizes.key_head(h), pl.ds(chunk * CHUNK, CHUNK), lax.rem(turn, SLOTS)
-    columns = [pl.ds(i * TILE, TILE) for i in range(sizes.value_tiles)]
+    columns, slots = [pl.ds(i * TILE, TILE) for i in range(sizes.value_tiles)], tile_slots(sizes, slot)
     key_columns = [pl.ds(half * sizes.key_dim + i * TILE, TILE) for i in range(sizes.key_tiles)]
 
     def start(source, target, barrier):
         plgpu.copy_gmem_to_smem(source, target, barrier)
 
-    def wait(barrier, uses_before: int):
-        pl.when(turn >= uses_before)(lambda: plgpu.barrier_wait(barrier))
+    def wait(barrier, turns_before: int):
+        if turns_before:
+            pl.when(turn >= turns_before)(lambda: plgpu.barrier_wait(barrier))
+        else:
+            plgpu.barrier_wait(barrier)
 
     loaded = memory.loaded.at[slot]
     wait(memory.free.at[slot], SLOTS)
@@ -187,8 +190,9 @@ def load_chunk(x: Inputs, memory: Memory, sizes: Sizes, place: tuple, turn) -> N
     for row, vector in enumerate((x.of_value, x.of_seen), 2):
         if vector is not None:
             start(vector.at[b, gate_head, tokens], memory.vectors.at[slot, row], loaded)
-    for j, at in enumerate(tile_slots(sizes, slot)):
-        wait(memory.free_tile.at[at], SLOTS // sizes.value_tiles)
+    for j in range(sizes.value_tiles):
+        at = slots[j % SLOTS]
+        wait(memory.free_tile.at[at], 0 if j >= SLOTS else SLOTS // len(slots))
         loaded = memory.loaded_tile.at[at]
         for i in range(sizes.key_tiles):
             start(x.starts.at[b, h, chunk, columns[j], key_columns[i]], memory.starts.at[at, i], loaded)
@@ -206,7 +210,7 @@ def drain(memory: Memory, sizes: Sizes, turns: int) -> None:
     """Wait until everything loaded has been used: a barrier may not end with a phase that nobody waited for."""
     for turn in range(max(0, turns - SLOTS), turns):
         plgpu.barrier_wait(memory.free.at[turn % SLOTS])
-    last = range(SLOTS) if sizes.value_tiles == SLOTS else range(max(0, turns - SLOTS), turns)
+    last = range(SLOTS) if sizes.value_tiles >= SLOTS else range(max(0, turns - SLOTS), turns)
     for slot in last:
         plgpu.barrier_wait(memory.free_tile.at[slot % SLOTS])
     plgpu.barrier_wait(memory.free_q)
@@ -254,27 +258,20 @@ def write_written(memory: Memory, at: Chunk, raw_keys: bool) -> None:
     memory.written[at.group] = product((room, memory.inverse.at[at.slot].T)).astype(dtype)
 
 
-def written_tiles(memory: Memory, at: Chunk, given: bool) -> list[tuple]:
-    """(W [C, 64], W^T) in shared memory of the tiles of V."""
-    if given:
-        return [(memory.u.at[slot], memory.u.at[slot].T) for slot in at.tile_slots]
-    return [(memory.written.at[i].T, memory.written.at[i]) for i in range(len(at.tile_slots))]
-
-
-def state_products(memory: Memory, at: Chunk, written: list[tuple]) -> tuple[jax.Array, ...]:
+def state_products(memory: Memory, at: Chunk) -> tuple[jax.Array, ...]:
     """Of 64 columns of K, in . dO S^T and out . W D^T - e in . dP S^T [C, 64]; dO W^T or dP W^T [C, C]; all float32.
 
     The last that is read of the tiles of V. In rounds of two products, for the sake of registers."""
     gates, values, sums = memory.gates.at[at.slot], memory.values.at[at.group], memory.sums.at[at.group]
-    tiles = [(*both, slot) for both, slot in zip(written, at.tile_slots, strict=True)]
-    both = sum(matrix(memory.starts.at[s, at.tile]) * matrix(memory.ends.at[s, at.tile]) for *_, s in tiles)
+    tiles = [(memory.written.at[i], slot) for i, slot in enumerate(at.tile_slots)]
+    both = sum(matrix(memory.starts.at[s, at.tile]) * matrix(memory.ends.at[s, at.tile]) for _, s in tiles)
     sums.at[STATE][...] = jnp.sum(both, axis=1)
 
     def of_keys(acc_erased, acc_kept):
-        for *_, slot in tiles:
+        for _, slot in tiles:
             plgpu.wgmma(acc_erased, memory.values.at[1, slot], memory.starts.at[slot, at.tile])
-        for w, _, slot in tiles:
-            plgpu.wgmma(acc_kept, w, memory.ends.at[slot, at.tile])
+        for written, slot in tiles:
+            plgpu.wgmma(acc_kept, written.T, memory.ends.at[slot, at.tile])
         keys = matrix(memory.keys.at[1 + at.slot, at.tile])
         erased = accumulated(acc_erased, wait_n=len(tiles)) * by_row(gates.at[INTO], TILE)
         sums.at[SEEN][...] = jnp.sum(keys * erased, axis=1)
@@ -283,10 +280,10 @@ def state_products(memory: Memory, at: Chunk, written: list[tuple]) -> tuple[jax
         return kept - erased * by_row(memory.vectors.at[at.slot, 0], TILE)
 
     def of_queries(acc_read, acc_pairs):
-        for *_, slot in tiles:
+        for _, slot in tiles:
             plgpu.wgmma(acc_read, memory.values.at[0, slot], memory.starts.at[slot, at.tile])
-        for _, transposed_w, slot in tiles:
-            plgpu.wgmma(acc_pairs, values.at[slot], transposed_w)
+        for written, slot in tiles:
+            plgpu.wgmma(acc_pairs, values.at[slot], written)
         read = accumulated(acc_read, wait_n=len(tiles)) * by_row(gates.at[INTO], TILE)
         return read, accumulated(acc_pairs, wait_n=0)
 
@@ -294,6 +291,36 @@ def state_products(memory: Memory, at: Chunk, written: list[tuple]) -> tuple[jax
     kept = pl.run_scoped(of_keys, *accumulators)
     read, pairs = pl.run_scoped(of_queries, *accumulators)
     return read, kept, pairs
+
+
+def streamed_products(memory: Memory, at: Chunk, sizes: Sizes) -> tuple[jax.Array, ...]:
+    """`state_products` of W as it was saved. Tiles of V come and go, what is made of them stays in accumulators."""
+    gates, sums, vectors = memory.gates.at[at.slot], memory.sums.at[at.group], memory.vectors.at[at.slot]
+
+    def run(acc_erased, acc_kept, acc_read, acc_pairs):
+        state = []
+        for i in range(sizes.value_tiles):
+            slot = at.tile_slots[i % SLOTS]
+            plgpu.barrier_wait(memory.loaded_tile.at[slot])
+            start, end, written = memory.starts.at[slot, at.tile], memory.ends.at[slot, at.tile], memory.u.at[slot]
+            plgpu.wgmma(acc_erased, memory.values.at[1, slot], start)
+            plgpu.wgmma(acc_kept, written, end)
+            plgpu.wgmma(acc_read, memory.values.at[0, slot], start)
+            plgpu.wgmma(acc_pairs, memory.values.at[at.group, slot], written.T)
+            state.append(jnp.sum(matrix(start) * matrix(end), axis=1))
+            plgpu.wgmma_wait(0)
+            plgpu.commit_smem()  # what was read may be loaded over
+            plgpu.barrier_arrive(memory.free_tile.at[slot])
+        sums.at[STATE][...] = sum(state[1:], state[0])
+        keys = matrix(memory.keys.at[1 + at.slot, at.tile])
+        erased = accumulated(acc_erased, wait_n=0) * by_row(gates.at[INTO], TILE)
+        sums.at[SEEN][...] = jnp.sum(keys * erased, axis=1)
+        kept = accumulated(acc_kept, wait_n=0) * by_row(gates.at[OUT], TILE)
+        sums.at[LEFT][...] = jnp.sum(keys * kept, axis=1)
+        read = accumulated(acc_read, wait_n=0) * by_row(gates.at[INTO], TILE)
+        return read, kept - erased * by_row(vectors.at[0], TILE), accumulated(acc_pairs, wait_n=0)
+
+    return pl.run_scoped(run, *(plgpu.ACC((CHUNK, TILE), jnp.float32),) * 4)
 
 
 def write_pairs(memory: Memory, at: Chunk, pairs: jax.Array, documents: bool) -> None:
@@ -323,6 +350,23 @@ def write_pairs(memory: Memory, at: Chunk, pairs: jax.Array, documents: bool) ->
     @pl.when(group == 1)
     def _():
         sums.at[COLUMN][...] = jnp.sum(mixed * erase, axis=0)
+
+
+def tile_products(memory: Memory, at: Chunk, sizes: Sizes) -> tuple[jax.Array, ...]:
+    """`state_products`, from the loads of the tiles of V to their release."""
+    for tile_slot in at.tile_slots:
+        plgpu.barrier_wait(memory.loaded_tile.at[tile_slot])
+
+    @pl.when(at.group < sizes.value_tiles)
+    def _():
+        write_written(memory, at, sizes.raw_keys)
+
+    meet(memory.wrote)
+    results = state_products(memory, at)
+    plgpu.commit_smem()  # what was read may be loaded over
+    for tile_slot in at.tile_slots:
+        plgpu.barrier_arrive(memory.free_tile.at[tile_slot])
+    return results
 
 
 def along_keys(memory: Memory, at: Chunk, sizes: Sizes) -> jax.Array:
@@ -382,20 +426,11 @@ def compute_chunk(memory: Memory, sizes: Sizes, where: tuple, turn, group, resul
     at = Chunk(slot, tile_slots(sizes, slot), [slot, 1 - slot], group, place, tile)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_wait(memory.loaded.at[slot])
-    for tile_slot in at.tile_slots:
-        plgpu.barrier_wait(memory.loaded_tile.at[tile_slot])
-
     if sizes.halves == 1:
-
-        @pl.when(group < sizes.value_tiles)
-        def _():
-            write_written(memory, at, sizes.raw_keys)
-
-    meet(memory.wrote)  # where nothing is written, so that nobody is a chunk ahead
-    read, kept, pairs = state_products(memory, at, written_tiles(memory, at, sizes.halves > 1))
-    plgpu.commit_smem()  # what was read may be loaded over
-    for tile_slot in at.tile_slots:
-        plgpu.barrier_arrive(memory.free_tile.at[tile_slot])
+        read, kept, pairs = tile_products(memory, at, sizes)
+    else:
+        meet(memory.wrote)  # nobody is a chunk ahead
+        read, kept, pairs = streamed_products(memory, at, sizes)
     plgpu.barrier_wait(memory.loaded_q)
     memory.sums.at[group, READ][...] = jnp.sum(matrix(memory.keys.at[0, at.tile]) * read, axis=1)
     write_pairs(memory, at, pairs, sizes.documents)
@@ -484,6 +519,19 @@ def gradients(x: Inputs, sizes: Sizes, programs: int, automatic_barriers: bool, 
     )(*(getattr(x, name) for name in names))
 
 
+def require_covered(k: jax.Array, value_dim: int, step: str | None) -> None:
+    """NotImplementedError for sizes that `backward` does not serve. k [B, T, G, K]."""
+    (_, time, _, key_dim), dtype = k.shape, k.dtype
+    of_values = value_dim % TILE == 0 if key_dim == 256 else value_dim in VALUE_DIMS
+    covered = key_dim in KEY_DIMS and of_values and time % CHUNK == 0 and dtype.itemsize == 2
+    if not covered or (step is not None and key_dim > 128):
+        raise NotImplementedError(
+            f"delta rule backward: K must be in {KEY_DIMS} (raw keys: at most 128), V in {VALUE_DIMS} (K = 256: a"
+            f" multiple of {TILE}), T a multiple of {CHUNK}, k of 16 bits; got K = {key_dim}, V = {value_dim},"
+            f" T = {time}, {dtype}."
+        )
+
+
 @narrow_indices()
 def backward(
     q, k, u, erase, log_decay, documents, saved, d_o, d_final, *,
@@ -496,7 +544,7 @@ def backward(
     documents [B, T] float32 or None: how many documents have begun inside the chunk up to each token; saved:
     (inverse [B, H, T, 64] and gates [B, H, N, 5, 64] float32 for the heads of erase, states at the chunks' starts
     [B, H, N, V, K], and for K = 256 what was written [B, T, H, V]); d_final [B, H, V, K] float32, of the final state. T
-    is a multiple of 64, K in KEY_DIMS, V in VALUE_DIMS.
+    is a multiple of 64, K in KEY_DIMS, V in VALUE_DIMS or for K = 256 a multiple of 64.
     dq and dk are of each value head, float32 where they are to be summed: those of a key head are their sum.
     step and keep: those of the forward, or None. With a step, saved has the squared lengths of the keys at its end;
     with keep, its cotangent comes after d_log_decay.
@@ -504,12 +552,7 @@ def backward(
     Raises NotImplementedError for other sizes."""
     inverse, gates, starts, *more = saved
     (batch, time, key_heads, key_dim), (heads, value_dim) = k.shape, u.shape[2:]
-    covered = key_dim in KEY_DIMS and value_dim in VALUE_DIMS and time % CHUNK == 0 and k.dtype.itemsize == 2
-    if not covered or (step is not None and key_dim > 128):
-        raise NotImplementedError(
-            f"delta rule backward: K must be in {KEY_DIMS} (raw keys: at most 128), V in {VALUE_DIMS}, T a multiple of"
-            f" {CHUNK}, k of 16 bits; got K = {key_dim}, V = {value_dim}, T = {time}, {k.dtype}."
-        )
+    require_covered(k, value_dim, step)
     if config is None:
         config = WIDE if key_dim > 128 else ReverseConfig()
     sharing = heads // erase.shape[1]

@@ -115,7 +115,7 @@ def laid_out(x: Recurrence, config, step, interpret, keep=None) -> tuple[jax.Arr
     become heads that share their gates. keep [B, N, H]: see `pallas_routed.py`."""
     assert x.erase is not None
     batch, time, heads, value_dim = x.u.shape
-    tile = value_tile(value_dim)
+    tile = value_tile(value_dim, x.k.shape[3])
     tiles = value_dim // tile
 
     def state_of(x, *shape):  # [B, H, K, V] -> [B, H tiles, K, tile] and back
@@ -136,9 +136,9 @@ def laid_out(x: Recurrence, config, step, interpret, keep=None) -> tuple[jax.Arr
     return o[:, :time].reshape(x.u.shape), state_of(final, tiles, -1, tile).reshape(x.initial_state.shape)
 
 
-def value_tile(value_dim: int) -> int:
-    """Channels of the values that the kernels take as one head."""
-    return 128 if value_dim % 128 == 0 else 64
+def value_tile(value_dim: int, key_dim: int) -> int:
+    """Channels of the values that the kernels take as one head: with K = 256 all."""
+    return value_dim if key_dim > 128 else 128 if value_dim % 128 == 0 else 64
 
 
 def by_kernels(op: str, x: Recurrence, config, step, interpret) -> tuple[jax.Array, jax.Array]:
@@ -152,7 +152,8 @@ def by_kernels(op: str, x: Recurrence, config, step, interpret) -> tuple[jax.Arr
     key_dim, value_dim, dtype = x.k.shape[-1], x.u.shape[-1], x.k.dtype
     if reason := kernel.unsupported(key_dim, value_dim, dtype, step):
         raise NotImplementedError(f"{op}: no GPU kernel for {reason}")
-    return laid_out(x, config or kernel.config_for(kind, key_dim, value_tile(value_dim), dtype), step, interpret)
+    config = config or kernel.config_for(kind, key_dim, value_tile(value_dim, key_dim), dtype)
+    return laid_out(x, config, step, interpret)
 
 
 def delta_rule(x: Recurrence, _chunk_size: int, config=None, interpret=None) -> tuple[jax.Array, jax.Array]:

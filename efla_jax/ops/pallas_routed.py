@@ -43,7 +43,7 @@ def routed_delta_rule(r: Routed, size: int, config=None, interpret=None) -> tupl
     key_dim, value_dim, dtype = r.x.k.shape[-1], r.x.u.shape[-1], r.x.k.dtype
     if reason := declined(r, size) or kernel.unsupported(key_dim, value_dim, dtype):
         raise NotImplementedError(f"routed_delta_rule: no GPU kernel for {reason}")
-    config = config or kernel.config_for(kind, key_dim, value_tile(value_dim), dtype)
+    config = config or kernel.config_for(kind, key_dim, value_tile(value_dim, key_dim), dtype)
 
     def run(x, keep):
         return laid_out(x, config, None, interpret, keep)
