@@ -269,11 +269,13 @@ def test_every_case_lowers_or_is_said_not_to_be_covered(module):
 
 
 @pytest.mark.slow
-def test_what_is_timed_lowers():
-    for op, sizes in RECURRENCES.TIMED:
-        avals = jax.eval_shape(lambda sizes=sizes: selfcheck_cases.timed_inputs(sizes))
-        for name in ("forward", "forward+backward"):
-            assert mosaic_calls(lower_cuda(RECURRENCES.one_pass(op, name, "pallas"), *avals)) > 0, (op, sizes, name)
+@pytest.mark.parametrize("module", selfcheck.MODULES, ids=lambda module: module.__name__)
+def test_what_is_timed_lowers(module):
+    found = []
+    avals = jax.eval_shape(lambda: [found.append(timed) or timed.arguments for timed in module.timed()])
+    assert len({timed.name for timed in found}) == len(found)
+    for timed, arguments in zip(found, avals, strict=True):
+        assert mosaic_calls(lower_cuda(timed.program("pallas"), *arguments)) > 0, timed.name
 
 
 @pytest.mark.slow
