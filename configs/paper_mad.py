@@ -2,7 +2,7 @@
 
     python -m experiments.train --config=configs/paper_mad.py:efla-in_context_recall --workdir=runs/mad_efla
     python -m experiments.train --config=configs/paper_mad.py:efla-compression-vocab_size=64 --workdir=runs/mad_harder
-    python -m experiments.sweep --config=configs/paper_mad.py --workdir=runs/mad --together=3     # get_sweep's grid
+    python -m experiments.sweep --config=configs/paper_mad.py --workdir=runs/mad --together=6     # get_sweep's grid
     python -m experiments.report mad --runs=runs/mad --out=experiments/results/mad
 
 Behind the colon: mixer, task and, for a setting that is harder than the task's baseline, the field and value that it
@@ -16,8 +16,10 @@ of state a layer, as MAD wants them equal.
 The published script names a cosine to 1e-6 by a key that its trainer does not read, so that its rate was probably
 constant. That is the default; --config.optim.schedule=cosine is the other reading. Accuracy is the published macro
 average over classes (test_macro_accuracy) beside the plain one (test_accuracy), which is what ends a run here.
-Grid of get_sweep: 72 runs in 24 programs; all settings of a mixer: 396 runs. A run of in-context recall is 8.4e14
-floating-point operations, seconds of a large GPU; what its 20,000 steps take there has not been measured.
+Grid of get_sweep: 72 runs in 12 programs; all settings of a mixer: 396 runs. --first ends the runs of a seed once one
+of its rates and decays has reached 99.9 %, which leaves the published score, the best of them, as it is. A run of
+in-context recall is 8.4e14 floating-point operations, seconds of a large GPU; what its 20,000 steps take there has not
+been measured.
 """
 
 from configs.common import base
