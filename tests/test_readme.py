@@ -43,6 +43,8 @@ def check_command(command: str) -> None:
     name = words[words.index("-m") + 1]
     arguments = words[words.index("-m") + 2 :]
     sources = [(ROOT / f"{path}.py").read_text() for path in (name.replace(".", "/"), "experiments/arguments")]
+    for path in re.findall(r"^from experiments\.(\w+) import", sources[0], re.MULTILINE):  # flags of its parts
+        sources.append((ROOT / "experiments" / f"{path}.py").read_text())
     if "\ndef parser(" in sources[0]:  # a program of argparse, which knows its own words
         importlib.import_module(name).parser().parse_args(arguments)
         return
