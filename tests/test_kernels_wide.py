@@ -34,8 +34,8 @@ RATIO, FLOOR = 1.2, 2.5e-3
 FLOORS = dict.fromkeys(NAMES, FLOOR) | {"dlog_decay": 4e-3}
 SMALL = dict(batch=1, time=100, key_heads=1, heads=1, key_dim=256, value_dim=64)
 LARGE = dict(batch=1, time=128, key_heads=1, heads=2, key_dim=256, value_dim=192)
-# ptxas keeps addresses that no chunk changes in memory, of which a chunk reads as many again.
-SPILLED = 192
+# Bytes of addresses that no chunk changes: a thread stores them once, and a chunk reads each of them about once.
+SPILLED = 320
 
 
 def documents_at(start: int, time: int) -> np.ndarray:
@@ -115,7 +115,7 @@ def test_time_in_parts_of_the_delta_rule(monkeypatch):
     monkeypatch.setattr(delta_rule_gradients, "WIDE", dataclasses.replace(delta_rule_gradients.WIDE, parts=3))
     config = delta_rule.Config(stages=2, combine=0.0)
     assert delta_rule.layout_of(config, mosaic.Sizes(1, 192, 1, 1, 256, 64, 1)) == (1, 3)
-    compare("delta_rule", "cosine 0.9", documents_at(100, time=192), config, time=192)
+    compare("delta_rule", "mixed decay", documents_at(100, time=192), config, time=192)
 
 
 @pytest.mark.slow
@@ -145,7 +145,7 @@ def lowered(op: str, time: int, value_dim: int, dtype=jnp.bfloat16, heads: int =
 @pytest.mark.parametrize("op", ("delta_rule", "linear_attention"))
 def test_the_operator_lowers_for_cuda(op):
     """The delta rule inverts, walks, walks back and makes gradients; linear attention has one program less."""
-    assert mosaic_calls(lowered(op, 4096, 512)) == {"delta_rule": 4, "linear_attention": 3}[op]
+    assert mosaic_calls(lowered(op, 4096, 128, heads=16)) == {"delta_rule": 4, "linear_attention": 3}[op]
 
 
 @pytest.mark.slow
