@@ -322,7 +322,8 @@ def test_fewer_routes_decide_for_several_heads_and_skipped_decay_is_a_choice():
     choice[:, 0] = 1  # the second chunk is skipped; the third reads a state that it may have faded
     with forced(choice):
         kept, held = (applied(make(skipped_decay=skipped), twice, inputs()) for skipped in (True, False))
-    np.testing.assert_array_equal(kept[:, : 2 * SIZE], held[:, : 2 * SIZE])
+    # Two programs, whose sums XLA may fuse in different ways: the same but for roundings.
+    assert relative_rms(kept[:, : 2 * SIZE], held[:, : 2 * SIZE]) <= CLOSE
     assert relative_rms(kept[:, 2 * SIZE :], held[:, 2 * SIZE :]) > 1e-3
 
 
