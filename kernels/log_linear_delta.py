@@ -102,7 +102,8 @@ class Places(NamedTuple):
     kept [B, depth, N]: by level, where the block's queries are among those that are kept with the level's
     ups by level [B, P]: which node of the next level a pair is, -1 if it has no second node
     readers by level [B, P, 3]: of a pair, the first block that reads it and how many do, and whether no node is before
-    it in its document (1 or 0)"""
+    it in its document (1 or 0)
+    latest [B, depth]: by level, the last pair (no program needs it)"""
 
     numbers: Any = None
     codes: Any = None
@@ -111,6 +112,7 @@ class Places(NamedTuple):
     kept: Any = None
     ups: Any = None
     readers: Any = None
+    latest: Any = None
 
 
 @dataclasses.dataclass(frozen=True)

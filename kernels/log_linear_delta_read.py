@@ -415,7 +415,7 @@ def read_out(q, k, u, inverse, gates, levels: tuple, places: Places, *, sizes: S
 
 def in_reads(places: Places) -> Places:
     """What of it the programs that read are given."""
-    return places._replace(nodes=None, ups=None, readers=None)
+    return places._replace(nodes=None, ups=None, readers=None, latest=None)
 
 
 @narrow_indices()

@@ -113,7 +113,7 @@ def last_runs(nodes, rests, latest: jax.Array | None) -> tuple[jax.Array, jax.Ar
     return whole(of(nodes), of(rests))
 
 
-def made(x: tuple, begin: Begin | None, places: Places, latest, static: Static) -> tuple:
+def made(x: tuple, begin: Begin | None, places: Places, static: Static) -> tuple:
     """(o, by level the (N, S) [B, H, K, K] float32 of the last run), and the nodes of every level. x: the arguments of
     `solve`."""
     from efla_jax.kernels import log_linear_delta, log_linear_delta_read, log_linear_delta_tree
@@ -132,35 +132,36 @@ def made(x: tuple, begin: Begin | None, places: Places, latest, static: Static) 
             fade = jnp.exp(fades[level - 1])
             nodes, rests = log_linear_delta_tree.merge(nodes, rests, fade, up, count=count, **options)
         nodes, rests = with_states(nodes, rests, None if begin is None else begin.states[:, level])
-        if latest is not None or count % 2:
-            runs[level] = last_runs(nodes, rests, None if latest is None else 2 * latest[:, level])
+        if places.latest is not None or count % 2:
+            runs[level] = last_runs(nodes, rests, None if places.latest is None else 2 * places.latest[:, level])
         levels.append(nodes)
     read = tuple(levels[: sizes.depth])
     o = log_linear_delta_read.read_out(q, k, u, inverse, gates, read, places, sizes=sizes, **options)
     return (o, runs), levels
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(10,))
-def solve(q, k, u, inverse, gates, vectors, fades, begin: Begin | None, places: Places, latest, static: Static):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(9,))
+def solve(q, k, u, inverse, gates, vectors, fades, begin: Begin | None, places: Places, static: Static):
     """(o [B, T, H, K], by level the (N, S) [B, H, K, K] float32 of the last run, where their number is odd, or with
-    documents the first one of the pair `latest` [B, levels]).
+    documents the first one of the latest pair).
 
     In the kernels' layout (see `kernels/log_linear_delta.py`); fades: by level the log decays [B, P, H] over the right
     half of each pair. The gradients of k and of e, in gates and vectors, are those through the inverse, too."""
-    return _forward(q, k, u, inverse, gates, vectors, fades, begin, places, latest, static)[0]
+    return _forward(q, k, u, inverse, gates, vectors, fades, begin, places, static)[0]
 
 
-def _forward(q, k, u, inverse, gates, vectors, fades, begin, places, latest, static):
+def _forward(q, k, u, inverse, gates, vectors, fades, begin, places, static):
     x = q, k, u, inverse, gates, vectors, fades
-    out, levels = made(x, begin, places, latest, static)
-    return out, (x, levels, begin is not None, places, latest)
+    out, levels = made(x, begin, places, static)
+    return out, (x, levels, begin is not None, places)
 
 
 def _backward(static, saved, cotangents):
     from efla_jax.kernels import log_linear_delta_gradients, log_linear_delta_inside, log_linear_delta_read
     from efla_jax.kernels.log_linear_delta_node_gradients import node_gradients
 
-    (x, levels, begins, places, latest), (d_o, d_runs) = saved, cotangents
+    (x, levels, begins, places), (d_o, d_runs) = saved, cotangents
+    latest = places.latest
     (q, k, u, inverse, gates, vectors, fades) = x
     options, sizes = options_of(static, k, u)
     read, d_q, d_reads, d_levels = tuple(levels[: sizes.depth]), jnp.zeros_like(u), None, []
@@ -187,8 +188,8 @@ def _backward(static, saved, cotangents):
     d_gates = gate_gradients(d_gates, d_reads, places, sizes)
     d_k, d_u = sum_of(d_k).astype(k.dtype if k.shape == u.shape else jnp.float32), sum_of(d_u).astype(u.dtype)
     d_x = of_key_heads(d_q, q), of_key_heads(d_k, k), d_u, jnp.zeros_like(inverse), d_gates, d_vectors, d_fades
-    nothing = jax.tree.map(lambda a: np.zeros(a.shape, jax.dtypes.float0), (places, latest))
-    return *d_x, d_begin, *nothing
+    nothing = jax.tree.map(lambda a: np.zeros(a.shape, jax.dtypes.float0), places)
+    return *d_x, d_begin, nothing
 
 
 solve.defvjp(_forward, _backward)

@@ -88,7 +88,7 @@ def whole_rows(f: Fenwick, config, interpret) -> tuple[jax.Array, jax.Array]:
     q, k, u = (filled_up(a, count) for a in (x.q, x.k, x.u))
     inverse = inverse_of(k, -row.vectors[:, :, :, 0], None, config, interpret)
     static = Static(None, tuple(full >> level for level in range(full.bit_length())), config, interpret)
-    o, runs = solve(q, k, u, inverse, row.gates, row.vectors, row.fades, None, kernel.Places(), None, static)
+    o, runs = solve(q, k, u, inverse, row.gates, row.vectors, row.fades, None, kernel.Places(), static)
     levels = f.level_weights.shape[3]
     states = last_states(x.u.dtype, runs, run_decays(row.sums), levels) if full else states_of(f)
     if full * BLOCK != time:

@@ -31,11 +31,10 @@ PLACE_BITS = 24  # of the place of a block: positions are int32
 
 class Tree(NamedTuple):
     """The trees of the rows. number [B, M]: of each cell, -1 if it is empty; ends by level [B, P]: the cell with which
-    the right half of a pair ends, -1 if there is none; latest [B, depth]: by level, the last pair; places: tables."""
+    the right half of a pair ends, -1 if there is none; places: tables."""
 
     number: jax.Array
     ends: list[jax.Array]
-    latest: jax.Array
     places: Places
 
 
@@ -118,7 +117,7 @@ def tree_of(number: jax.Array, whole: jax.Array, code: jax.Array, depth: Depth) 
         latest.append(jnp.maximum(rank[:, -1], 0))
     ups.append(jnp.full((batch, depth.pairs(depth.levels - 1)), -1, jnp.int32))
     places = kernel.Places(number, code, nodes[0], jnp.stack(pairs, 1), jnp.stack(kept, 1), tuple(ups), tuple(readers))
-    return Tree(number, ends, jnp.stack(latest, axis=1), places)
+    return Tree(number, ends, places._replace(latest=jnp.stack(latest, axis=1)))
 
 
 def right_decays(sums: jax.Array, ends: list[jax.Array]) -> list[jax.Array]:
@@ -259,7 +258,7 @@ def laid_in_cells(f: Fenwick, config, interpret) -> tuple[jax.Array, jax.Array]:
     kept = tuple(depth.kept(level, count) for level in range(depth.levels))
     static = Static(kept, tuple(2 * depth.pairs(level) for level in range(depth.levels)), config, interpret)
     fades = right_decays(sums, tree.ends)[:-1]
-    o, runs = solve(*flat, inverse, gates, vectors, fades, begin, tree.places, tree.latest, static)
+    o, runs = solve(*flat, inverse, gates, vectors, fades, begin, tree.places, static)
     if read is not None:
         o = o.at[:, :BLOCK].add(jnp.where(first_document[..., None, None], read, 0.0).astype(o.dtype))
     states = last_states(f, where, tree.number, depth, parts, sums, runs, low)
