@@ -14,9 +14,9 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     options = "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
     os.environ.setdefault("XLA_FLAGS", options)
 
-# Programs that took 0.3 s to compile are kept for the next run and for the other worker.
+# Programs that took 0.15 s to compile are kept for the next run and for the other worker.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).resolve().parent.parent / ".cache" / "jax"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.15")
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
