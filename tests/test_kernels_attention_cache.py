@@ -156,8 +156,8 @@ def test_a_token_of_block_sparse_attention(interpreted, ids):
     jax.tree.map(np.testing.assert_array_equal, after, expected)
 
 
-def test_auto_on_a_gpu_takes_what_a_gpu_has_run(interpreted, monkeypatch):
-    """Pages by the kernel, the open chunk by XLA; several tokens leave pages to XLA."""
+def test_auto_on_a_gpu_takes_the_kernels(interpreted, monkeypatch):
+    """Of one token, to a cache and to pages, and of several."""
     state, call = chosen()
     modules = [importlib.import_module(f"efla_jax.ops.{name}") for name in ("block_sparse_attention", "attention")]
     for module in modules:
@@ -171,12 +171,12 @@ def test_auto_on_a_gpu_takes_what_a_gpu_has_run(interpreted, monkeypatch):
         monkeypatch.setattr(module, name, recorded(name, getattr(module, name)))
     o, _ = ops.block_sparse_attention(*call, initial_state=state)
     truth, _ = ops.block_sparse_attention(*call, initial_state=state, implementation="chunked")
-    assert relative_rms(o, truth) < TOLERANCE["bfloat16"] and asked == ["paged"]
+    assert relative_rms(o, truth) < TOLERANCE["bfloat16"] and asked == ["latest_of_pages"]
     cache, call = cached(time=2)
     ops.softmax_attention(*call, initial_state=cache)
     cache, call = cached()
     ops.softmax_attention(*call, initial_state=cache)
-    assert asked == ["paged", "latest"]
+    assert asked == ["latest_of_pages", "softmax", "latest"]
 
 
 @pytest.mark.slow

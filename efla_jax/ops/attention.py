@@ -107,10 +107,9 @@ def check_arguments(q, k, v, cache, segment_ids, implementation: str) -> None:
 def over_mesh(implementation: str, q, k, v, document: jax.Array | None, cache: KVCache | None) -> jax.Array:
     """Outputs [B, T, H, V]: every device has its rows and heads, of a part of the time whole rows of few heads. With a
     cache it has all queries, as they are few."""
-    library = implementation == "auto" and on_gpu()
-    # Several tokens behind a cache are a kernel that no GPU has run yet.
-    kernels = ("cudnn", "pallas") if cache is None else ()
-    table, auto = ({"cudnn": cudnn, **TABLE}, (*kernels, *AUTO)) if library else (TABLE, AUTO)
+    table, auto = TABLE, AUTO
+    if implementation == "auto" and on_gpu():
+        table, auto = {"cudnn": cudnn, **TABLE}, ("cudnn", "pallas", *AUTO)
 
     def local(context, q, k, v, document, *cached):
         if context and (whole := whole_rows(context, q, k, v)):

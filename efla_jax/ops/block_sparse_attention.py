@@ -223,11 +223,8 @@ class Solver(NamedTuple):
 def over_mesh(options: Options, local: Callable, arrays, legends, result: str) -> jax.Array:
     """local(solver, *arrays) on every device's rows (and heads), by the implementation asked for."""
     op = "block_sparse_attention"
-    solvers: dict[str, Solver] = SOLVERS
-    auto: tuple[str, ...] = ("chunked",)
-    if options.implementation == "auto" and on_gpu():
-        solvers, auto = {"measured": MEASURED, **SOLVERS}, ("measured", "chunked")
-    table: dict[str, Callable] = {name: functools.partial(local, solver) for name, solver in solvers.items()}
+    auto = ("pallas", "chunked") if on_gpu() else ("chunked",)
+    table: dict[str, Callable] = {name: functools.partial(local, solver) for name, solver in SOLVERS.items()}
     table["triton"] = missing_kernel(op)
 
     def run(_, *arrays):
@@ -329,5 +326,3 @@ SOLVERS = {
     "chunked": Solver(in_tiles, paged, latest),
     "pallas": Solver(by_kernels, pages_by_kernels, latest_by_kernel),
 }
-# What a GPU has run and timed, for "auto": not the pages of several tokens, nor pages and open chunk in one pass.
-MEASURED = Solver(by_kernels, paged, functools.partial(latest, pages=pages_by_kernels))

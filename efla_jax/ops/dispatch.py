@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import jax
 
 Table = Mapping[str, Callable[..., Any]]
-GPU_PROGRAMS = ("pallas", "cudnn", "measured")  # names under which "auto" tries what is not XLA's
+GPU_PROGRAMS = ("pallas", "cudnn")  # names under which "auto" tries what is not XLA's
 SHORT = 8  # tokens up to which the scan is cheaper than a chunk
 LARGE_STATE = 16 << 20  # bytes of all states from which the kernel of one token is the faster one (H200, delta rule)
 
