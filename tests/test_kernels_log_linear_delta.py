@@ -48,7 +48,7 @@ FLOAT16 = 1e-3
 RACE = "RACE DETECTED"
 CASES = ("random", "no decay", "strong decay", "forget", "mixed decay", "zero keys", "cosine 0.99", "erase up to 2")
 SHAPES = {
-    "one head": dict(batch=1, time=200, key_heads=1, heads=1, key_dim=64, value_dim=64),
+    "one head": dict(batch=1, time=140, key_heads=1, heads=1, key_dim=64, value_dim=64),
     "two rows": dict(batch=2, time=512, key_heads=1, heads=2, key_dim=64, value_dim=64),
     "whole blocks": dict(batch=1, time=256, key_heads=1, heads=2, key_dim=64, value_dim=64),
     "many blocks": dict(batch=1, time=700, key_heads=1, heads=1, key_dim=64, value_dim=64),
@@ -135,9 +135,16 @@ def compare(arguments, cotangents, floors=FLOORS, position=None, ids=None):
 
 
 def test_outputs_states_and_gradients_equal_the_oracle():
+    """One whole block, which the tokens of the open one read; documents below, and their trees in a file of their own
+    (test_kernels_log_linear_delta_tree.py)."""
+    compare(*case("random", "one head", 4))
+
+
+@pytest.mark.slow
+def test_a_document_and_a_prefix_share_a_row():
     """Documents of whole cells and of shared ones behind a prefix, which a block that goes on with it reads."""
     arguments, cotangents = case("random", "one head", 9)
-    compare(arguments, cotangents, position=(1100,), ids=row_of((180,), 200))
+    compare(arguments, cotangents, position=(1100,), ids=row_of((60,), 140))
 
 
 @pytest.mark.slow
@@ -168,7 +175,7 @@ def test_every_kind_of_input_in_packed_and_padded_rows(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("time", (1, 63, 128, 200))
+@pytest.mark.parametrize("time", (1, 63, 128))
 def test_short_rows(time):
     arguments, (d_o, d_states) = case("random", "one head", 9)
     compare(tuple(a[:, :time] for a in arguments), (d_o[:, :time], d_states))
