@@ -167,7 +167,7 @@ def load_chunk(x: Inputs, memory: Memory, sizes: Sizes, place: tuple, turn) -> N
     chunks."""
     (b, h, half, chunk), gate_head = place, sizes.gate_head(place[1])
     g, tokens, slot = sizes.key_head(h), pl.ds(chunk * CHUNK, CHUNK), lax.rem(turn, SLOTS)
-    columns, slots = [pl.ds(i * TILE, TILE) for i in range(sizes.value_tiles)], tile_slots(sizes, slot)
+    columns = [pl.ds(i * TILE, TILE) for i in range(sizes.value_tiles)]
     key_columns = [pl.ds(half * sizes.key_dim + i * TILE, TILE) for i in range(sizes.key_tiles)]
 
     def start(source, target, barrier):
@@ -191,6 +191,7 @@ def load_chunk(x: Inputs, memory: Memory, sizes: Sizes, place: tuple, turn) -> N
     for row, vector in enumerate((x.of_value, x.of_seen), 2):
         if vector is not None:
             start(vector.at[b, gate_head, tokens], memory.vectors.at[slot, row], loaded)
+    slots = tile_slots(sizes, slot)
     for j in range(sizes.value_tiles):
         at = slots[j % SLOTS]
         wait(memory.free_tile.at[at], 0 if j >= SLOTS else SLOTS // len(slots))

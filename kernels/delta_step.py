@@ -11,6 +11,7 @@ registers, which two warpgroups share; blocks hide each other's loads. Columns a
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +58,7 @@ def step(q, k, u, erase, log_decay, state, *, interpret=None) -> tuple[jax.Array
     decay = jnp.exp(log_decay)
     gates = (decay,) if erase is None else (decay, erase * decay)
     parts = warpgroups(key_dim, value_dim)
-    threads = dict(num_threads=parts, thread_name="part") if parts > 1 else {}
+    threads: dict[str, Any] = dict(num_threads=parts, thread_name="part") if parts > 1 else {}
     grid = batch, heads, lines.shape[-1] // LANES
     mesh = plgpu.Mesh(grid=grid, grid_names=("batch", "head", "column"), **threads)
     # Not plgpu.kernel: its vmap wrapper takes no Ref, and a Ref is what makes the new state take the old one's buffer.
