@@ -25,8 +25,9 @@ def laid(ids, start, depth):
     where = cells(position, found.starts, found.real)
     number = where.place
     begun = jnp.cumsum(found.starts, axis=1)
-    first = jnp.maximum(jnp.min(jnp.where(where.source >= 0, where.source, TIME).reshape(*number.shape, -1), 2), 0)
-    document = jnp.take_along_axis(begun, jnp.minimum(first, TIME - 1), axis=1)
+    time = ids.shape[1]
+    first = jnp.maximum(jnp.min(jnp.where(where.source >= 0, where.source, time).reshape(*number.shape, -1), 2), 0)
+    document = jnp.take_along_axis(begun, jnp.minimum(first, time - 1), axis=1)
     if depth.prefix:
         before = (start // 128)[:, None]
         number = jnp.where(document == 0, depth.number(before, number - before), number)
@@ -79,3 +80,11 @@ def test_cells_read_the_blocks_before_them(prefix, levels):
                     assert count <= 1 << level
         room = [sum(depth.kept(j, len(numbers)) for j in range(depth.levels) if min(j, 3) == i) for i in range(4)]
         assert all(max(found, default=-1) < most for found, most in zip(kept, room, strict=True))
+
+
+@pytest.mark.parametrize("time", (1, 127))
+def test_a_row_below_a_block_has_a_tree_without_nodes(time):
+    ids = np.arange(time, dtype=np.int32)[None] // 50 + 1
+    where, _, tree = laid(ids, np.zeros(1, np.int32), Depth.of(time, 9, False))
+    assert not where.whole.any() and (tree.places.nodes == -1).all()
+    assert (tree.number <= 0).all() and all((readers[..., 1] == 0).all() for readers in tree.places.readers)

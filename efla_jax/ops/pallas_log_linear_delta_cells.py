@@ -50,7 +50,7 @@ class Depth(NamedTuple):
     @classmethod
     def of(cls, time: int, levels: int, prefix: bool) -> "Depth":
         if not prefix:
-            whole = time // BLOCK
+            whole = max(1, time // BLOCK)  # a level at least: the tables and the tree are not made of nothing
             return cls(whole.bit_length(), whole.bit_length(), whole, False)
         whole = -(-time // BLOCK)
         few = min(slots_for(levels, 1 << 30) - 1, PLACE_BITS)
