@@ -18,8 +18,12 @@ constant. That is the default; --config.optim.schedule=cosine is the other readi
 average over classes (test_macro_accuracy) beside the plain one (test_accuracy), which is what ends a run here.
 Grid of get_sweep: 72 runs in 12 programs; all settings of a mixer: 396 runs. --first ends the runs of a seed once one
 of its rates and decays has reached 99.9 %, which leaves the published score, the best of them, as it is. A run of
-in-context recall is 8.4e14 floating-point operations, seconds of a large GPU; what its 20,000 steps take there has not
-been measured.
+in-context recall is 8.4e14 floating-point operations.
+
+Measured once, on an H200 that three programs shared, without CUDA graphs: thirty runs of memorization (five seeds), 400
+steps, took 24 s, 40 ms a step and 2.4 GiB at most; six of compression 26 to 35 ms a step. Of memorization the best of
+the thirty had 99.96 % (EFLA) and 99.99 % (DeltaNet) of the held-out targets right at an evaluation, so that this
+baseline is solved and tells nobody apart; what the published 32.5 and 29.9 are of is not stated. Nothing else was run.
 """
 
 from configs.common import base
