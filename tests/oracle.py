@@ -210,7 +210,8 @@ def _compiled(truth):
         out, pull = jax.vjp(lambda *a: truth(*a, *integers), *arguments)
         return out, pull(cotangents)
 
-    return jax.jit(run)
+    # Some of LLVM's optimisations, though the test session has none: these loops take longer to run than to compile.
+    return jax.jit(run, compiler_options={"xla_backend_optimization_level": 1})
 
 
 _TOLD: dict = {}
