@@ -177,8 +177,11 @@ def test_every_kind_of_input_in_packed_and_padded_rows(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("time", (1, 63, 128))
 def test_short_rows(time):
+    """As one document and as two, of which neither has a whole block."""
     arguments, (d_o, d_states) = case("random", "one head", 9)
-    compare(tuple(a[:, :time] for a in arguments), (d_o[:, :time], d_states))
+    short = tuple(a[:, :time] for a in arguments), (d_o[:, :time], d_states)
+    compare(*short)
+    compare(*short, ids=row_of((20,), time))
 
 
 @pytest.mark.slow

@@ -137,7 +137,6 @@ def test_every_paper_of_a_mixer_is_cited():
     assert len(named) > 8 and named <= set(cited) and len(set(cited)) == len(cited)
 
 
-
 def test_sdist_holds_what_a_checkout_has(built, checkout):
     (sdist,) = built.glob("*.tar.gz")
     names = {name.partition("/")[2] for name in tarfile.open(sdist).getnames()}
