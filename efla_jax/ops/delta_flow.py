@@ -107,7 +107,7 @@ def delta_flow(
     x = recurrence(q, k, v, beta, log_decay, initial_state, segment_ids)
 
     def run(x):
-        if implementation == "auto":  # until the kernels of raw keys have been timed beside those of unit keys
+        if implementation == "auto":  # the kernels of raw keys are no faster: kernels/README.md
             return by_coefficients("auto")(x, step, chunk_size)
         return dispatch("delta_flow", implementation, TABLE, (), (x, step, chunk_size))
 

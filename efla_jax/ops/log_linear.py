@@ -35,7 +35,7 @@ TABLES = {op: table(op) for op in KERNELS}
 
 
 def measured(time: int) -> tuple[str, ...]:
-    """What "auto" tries: the GPU kernel only when it is asked for, until it has been measured beside "chunked"."""
+    """What "auto" tries: no GPU kernel, which is for those who ask for it (`kernels/README.md` says why)."""
     return tuple(name for name in automatic(time) if name != "pallas")
 
 
