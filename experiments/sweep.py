@@ -14,7 +14,8 @@ decay only as one program (`train.population`), to keep a GPU busy with models o
 then how many such programs are compiled and run at once, in one process, program after program on the next of its
 devices. Such runs keep no checkpoint unless --checkpoints is given, and image classifiers among them have no curves
 under corruption. Where the best of a grid is all that is asked for, --first saves what can no longer change it: with
---together, once a run has reached train.stop_at, others of its program and seed are "outrun", which no report counts.
+--together, once a run has reached train.stop_at, others of its program and seed are "outrun", which no report counts
+and a later sweep without --first trains.
 
 results.jsonl gets a row for every run that has ended: its status, scores, config and commit. Runs that have ended with
 the same command are not repeated, so a broken sweep is started again with the same line. Exit status 1 if a run failed;
@@ -69,10 +70,15 @@ class Cell(NamedTuple):
     overrides: tuple[str, ...]
     words: tuple[str, ...]
 
+    def mark(self, status: str) -> str:
+        """What `folder/done` says of a run that has ended. One that is outrun has not, for a sweep without --first."""
+        return " ".join((*self.words, *["--first"] * (status == "outrun")))
+
     @property
     def done(self) -> bool:
         file = self.folder / "done"
-        return file.exists() and file.read_text() == " ".join(self.words)
+        ends = ("finished", "outrun") if FIRST.value else ("finished",)
+        return file.exists() and file.read_text() in map(self.mark, ends)
 
 
 def parse_fields(text: str) -> dict[str, list[str]]:
@@ -146,7 +152,7 @@ def record(cell: Cell, status: str, step: int, scores: dict, more: dict) -> None
     }  # fmt: skip
     with APPENDING, open(pathlib.Path(WORKDIR.value) / "results.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
-    (cell.folder / "done").write_text(" ".join(cell.words))
+    (cell.folder / "done").write_text(cell.mark(status))
 
 
 def alone(cell: Cell) -> list[str]:
@@ -213,6 +219,8 @@ def main(argv: list[str]) -> None:
     stray = [word for word in rest if not word.startswith("--config.")]
     if stray:
         raise app.UsageError(f"stray argument {stray[0]!r}: behind -- stand overrides, --config.section.field=value")
+    if FIRST.value and not TOGETHER.value:
+        raise app.UsageError("--first goes with --together: it is about runs of one program")
     try:
         work = cells(rest)
         waiting = [cell for cell in work if not cell.done]

@@ -74,6 +74,7 @@ def test_a_grid_is_that_of_the_experiment_file_unless_told_otherwise(file, tmp_p
     ({"arguments": "linear,linear"}, "linear_learning_rate=0.001_seed=0: two runs"),
     ({"arguments": "mamba3"}, "'mamba3' is not one of"),
     ({"config": "nowhere.py"}, "--config=nowhere.py: no such experiment file"),
+    ({"first": "true", "together": "0"}, "--first goes with --together"),
 ])  # fmt: skip
 def test_what_is_no_grid_is_refused(file, tmp_path, words, message):
     with pytest.raises(app.UsageError, match=message):
@@ -126,6 +127,23 @@ def test_programs_take_turns_on_the_devices(file, tmp_path, monkeypatch):
             config=str(file), workdir=str(tmp_path), together="1", jobs="1", grid="seed=0,1,2;optim.learning_rate=1e-3"
         )
     assert found == [(i, [i]) for i in range(3)] and len(jax.local_devices()) == 8
+
+
+def test_what_was_outrun_has_ended_for_sweeps_that_ask_for_the_first_only(file, tmp_path, monkeypatch):
+    trained = []
+
+    def end(configs, folders, progress, keep, first):
+        trained.append(len(configs))
+        for folder, config in zip(folders, configs, strict=True):
+            (folder / "config.json").write_text(json.dumps(config))
+        outcome = sweep.population.Outcome("finished", 6, {"accuracy": 1.0}, 1.0, 0.1, None)
+        return [outcome, *[outcome._replace(status="outrun")] * (len(configs) - 1)]
+
+    monkeypatch.setattr(sweep.population, "fit_population", end)
+    words = {"config": str(file), "workdir": str(tmp_path), "together": "4", "grid": "seed=0"}
+    for first in ("true", "true", "false"):
+        swept(**words, first=first)
+    assert trained == [2, 1] and [row["status"] for row in results(tmp_path)] == ["finished", "outrun", "finished"]
 
 
 def test_a_program_that_fails_says_so_and_ends_with_status_1(file, tmp_path, monkeypatch):
