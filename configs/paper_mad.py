@@ -23,7 +23,8 @@ in-context recall is 8.4e14 floating-point operations.
 Measured once, on an H200 that three programs shared, without CUDA graphs: thirty runs of memorization (five seeds), 400
 steps, took 24 s, 40 ms a step and 2.4 GiB at most; six of compression 26 to 35 ms a step. Of memorization the best of
 the thirty had 99.96 % (EFLA) and 99.99 % (DeltaNet) of the held-out targets right at an evaluation, so that this
-baseline is solved and tells nobody apart; what the published 32.5 and 29.9 are of is not stated. Nothing else was run.
+baseline is solved and tells nobody apart; what the published 32.5 and 29.9 are of is not stated. The other tasks were
+not run to their end. Figures: experiments/results/README.md.
 """
 
 from configs.common import base
