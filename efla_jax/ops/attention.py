@@ -107,9 +107,8 @@ def check_arguments(q, k, v, cache, segment_ids, implementation: str) -> None:
 def over_mesh(implementation: str, q, k, v, document: jax.Array | None, cache: KVCache | None) -> jax.Array:
     """Outputs [B, T, H, V]: every device has its rows and heads, of a part of the time whole rows of few heads. With a
     cache it has all queries, as they are few."""
-    table, auto = TABLE, AUTO
-    if implementation == "auto" and on_gpu():
-        table, auto = {"cudnn": cudnn, **TABLE}, ("cudnn", "pallas", *AUTO)
+    library = implementation == "auto" and on_gpu()
+    table, auto = ({"cudnn": cudnn, **TABLE}, ("cudnn", "pallas", *AUTO)) if library else (TABLE, AUTO)
 
     def local(context, q, k, v, document, *cached):
         if context and (whole := whole_rows(context, q, k, v)):
