@@ -16,6 +16,7 @@ from jax import lax
 
 from efla_jax.generate.prefix import Prefix, grown, slots
 from efla_jax.generate.sampling import Choice, Sampling, sample
+from efla_jax.generate.unrolled import apart, together, unrolled
 from efla_jax.model import LanguageModel
 
 BLOCK = 32  # tokens of each row between two looks of the host
@@ -32,7 +33,8 @@ def decode_block(
     tokens: -1 behind a row's end and behind `count`; begin: how many came before; stops [S]: ids that end a row; ids
     from `limit` on are not chosen. broken [B]: the number of the first token of a row that is going whose logits are
     not finite, or -1."""
-    allowed = jnp.arange(logits.shape[-1]) < limit
+    allowed, repeats = jnp.arange(logits.shape[-1]) < limit, model.depth // len(model.mixers)
+    blocks, params = unrolled(model, params)
 
     def step(carry):
         i, tokens, logits, cache, going, broken = carry
@@ -45,16 +47,16 @@ def decode_block(
             token = sample(jax.vmap(jax.random.fold_in, (0, None))(keys, begin + i), masked, how)
         going &= ~(token[:, None] == stops).any(axis=-1) & fine
         tokens = tokens.at[:, i].set(jnp.where(going, token, -1))
-        logits, cache = model.apply(params, token[:, None], None, cache)
+        logits, cache = blocks.apply(params, token[:, None], None, cache)
         return i + 1, tokens, logits[:, 0], cache, going, broken
 
     def more(carry):
         return (carry[0] < count) & carry[4].any()
 
     nothing = jnp.full((len(logits), block), -1, jnp.int32)
-    carry = jnp.int32(0), nothing, logits, cache, going, jnp.full((len(logits),), -1, jnp.int32)
+    carry = jnp.int32(0), nothing, logits, apart(cache, repeats), going, jnp.full((len(logits),), -1, jnp.int32)
     _, tokens, logits, cache, going, broken = lax.while_loop(more, step, carry)
-    return tokens, logits, cache, going, broken
+    return tokens, logits, together(cache, repeats), going, broken
 
 
 class Decoding:

@@ -1,0 +1,53 @@
+"""A model as a loop over tokens runs it: block by block, its matrices in the dtype of its products.
+
+A loop over the depth inside of a loop over tokens writes every block's cache to a new place and copies it back, once a
+token; and float32 matrices would be read, rounded and multiplied, once a token. Here both are done once for all tokens,
+and what comes out is the same: the same blocks, of the same rounded matrices.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from efla_jax.model import LanguageModel
+from efla_jax.sharding import path_of
+
+# What products read in the model's dtype, whatever the mixer. Gates, filters and norms stay in float32.
+MATRICES = re.compile(r"((q|k|v|g|z|x|B|C|gate|up|o|out|down)_proj|lm_head)/kernel$|embed/embedding$")
+
+
+def unrolled(model: LanguageModel, params: Mapping[str, Any]) -> tuple[LanguageModel, Mapping[str, Any]]:
+    """(model, params) that say the same with every block of the depth by itself; its caches: see `apart`."""
+    count = model.depth // len(model.mixers)
+    leaves = dict(params["params"])
+    groups = {}
+    for i in range(count):
+        for j in range(len(model.mixers)):
+            block = jax.tree.map(lambda leaf: leaf[i : i + 1], leaves["groups"][f"block_{j}"])  # noqa: B023
+            groups[f"block_{i * len(model.mixers) + j}"] = block
+    leaves["groups"] = groups
+    return model.clone(mixers=model.mixers * count), {**params, "params": narrow(leaves, model.dtype)}
+
+
+def narrow(params: Any, dtype: Any) -> Any:
+    """The parameters with their MATRICES in `dtype`, which is what a model of that dtype multiplies."""
+
+    def one(keys, leaf):
+        return leaf.astype(dtype) if MATRICES.search(path_of(keys)) else leaf
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def apart(cache: tuple, count: int) -> tuple:
+    """The cache of a model, leaves [count, B, ...] for each mixer of its pattern, as that of the unrolled model."""
+    return tuple(jax.tree.map(lambda leaf: leaf[i : i + 1], one) for i in range(count) for one in cache)  # noqa: B023
+
+
+def together(cache: tuple, count: int) -> tuple:
+    """`apart`, undone."""
+    pattern = len(cache) // count
+    same = (cache[j::pattern] for j in range(pattern))
+    return tuple(jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *blocks) for blocks in same)

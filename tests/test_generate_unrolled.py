@@ -1,0 +1,90 @@
+"""Decoding with every block by itself and matrices in the dtype of products: the same logits, caches and tokens."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from efla_jax.generate import Choice, Decoding, generate, prefill
+from efla_jax.generate.unrolled import MATRICES, apart, narrow, together, unrolled
+from efla_jax.layers import MIXERS
+from efla_jax.model import LanguageModel
+from efla_jax.sharding import path_of
+from tests.oracle import relative_rms
+
+VOCABULARY = 23
+OPTIONS = {name: {"num_heads": 2} for name in MIXERS}
+OPTIONS["nats_l"] |= {"chunk_size": 16, "implementation": "recurrent"}
+OPTIONS["mamba2"]["state_dim"] = OPTIONS["log_linear_mamba2"]["state_dim"] = 8
+PATTERN = ("efla", "attention")
+
+
+@functools.cache
+def model_of(mixers=PATTERN, depth=4, dtype="float32"):
+    options = {name: OPTIONS[name] for name in mixers}
+    model = LanguageModel(
+        vocab_size=VOCABULARY, width=16, depth=depth, mixers=mixers, mixer_options=options, dtype=dtype
+    )
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))
+    return model, jax.tree.map(lambda p: 3 * p, params)  # initial logits are nearly flat: decide more clearly
+
+
+def test_blocks_by_themselves_are_the_same_model():
+    model, params = model_of()
+    blocks, own = unrolled(model, params)
+    assert blocks.mixers == PATTERN * 2 and set(own["params"]["groups"]) == {f"block_{i}" for i in range(4)}
+    tokens = jnp.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+    read = jax.jit(lambda model, params, tokens, cache: model.apply(params, tokens, None, cache), static_argnums=0)
+    logits, cache = read(model, params, tokens, model.init_cache(2, 16))
+    found, after = read(blocks, own, tokens, apart(model.init_cache(2, 16), 2))
+    np.testing.assert_allclose(found, logits, rtol=1e-5, atol=1e-5)
+    after = together(after, 2)
+    assert jax.tree.structure(after) == jax.tree.structure(cache)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), after, cache)
+    first, second = (jax.tree.leaves(cache)[0][i] for i in range(2))
+    assert not np.allclose(first, second)  # or their order would not show
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tokens_and_cache_of_blocks_of_tokens(dtype):
+    """A token at a time by the model as it is."""
+    model, params = model_of(dtype=dtype)
+    prompts = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3]]
+    prefix = prefill(model, params, prompts, coming=9)
+    decoding = Decoding(model, params, prefix, Choice(temperature=0), max_new_tokens=9, keep=True)
+    tokens = np.concatenate(list(decoding), axis=1)
+    step = jax.jit(lambda params, token, cache: model.apply(params, token, None, cache))
+    logits, cache, expected = prefix.logits, prefix.cache, []
+    for _ in range(9):
+        expected.append(np.argmax(logits, axis=-1))
+        logits, cache = step(params, jnp.asarray(expected[-1][:, None], jnp.int32), cache)
+        logits = logits[:, 0]
+    np.testing.assert_array_equal(tokens, np.stack(expected, axis=1))
+    tolerance = 1e-5 if dtype == "float32" else 1e-2
+    assert relative_rms(decoding.logits, logits) < tolerance
+    for found, wanted in zip(jax.tree.leaves(decoding.cache), jax.tree.leaves(cache), strict=True):
+        if found.ndim > 2 and found.shape != wanted.shape:  # rooms differ
+            found, wanted = found[:, :, : wanted.shape[2]], wanted[:, :, : found.shape[2]]
+        assert found.dtype == wanted.dtype and relative_rms(found, wanted) < tolerance
+    assert generate(model, params, prompts, max_new_tokens=9, greedy=True) == tokens.tolist()
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_narrow_matrices_are_what_products_read(name):
+    """All of them, and nothing that is read in float32: logits of both parameters have the same bits; with any other
+    matrix or filter rounded, too, they would not."""
+    model, params = model_of((name,), depth=1, dtype="bfloat16")
+    tokens = jnp.arange(12)[None] % VOCABULARY
+    read = jax.jit(lambda params: model.apply(params, tokens)[0])
+    logits, small = read(params), narrow(params, "bfloat16")
+    np.testing.assert_array_equal(read(small), logits)
+    leaves = jax.tree_util.tree_leaves_with_path(small)
+    rounded = [path_of(path) for path, leaf in leaves if leaf.dtype == jnp.bfloat16]
+    others = [path_of(path) for path, leaf in leaves if leaf.dtype != jnp.bfloat16 and leaf.ndim > 2]
+    assert any("lm_head" in path for path in rounded) and any("down_proj" in path for path in rounded)
+    changed = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf.astype("bfloat16").astype(leaf.dtype) if path_of(path) in others else leaf, params
+    )
+    assert not others or (read(changed) != logits).any(), f"{others}: read in bfloat16 alone, so of {MATRICES.pattern}"
