@@ -10,6 +10,7 @@ import pytest
 from efla_jax.generate import Choice, Decoding, generate, prefill
 from efla_jax.generate.unrolled import MATRICES, apart, narrow, together, unrolled
 from efla_jax.layers import MIXERS
+from efla_jax.layers.projections import rows_of_products
 from efla_jax.model import LanguageModel
 from efla_jax.sharding import path_of
 from tests.oracle import relative_rms
@@ -88,3 +89,21 @@ def test_narrow_matrices_are_what_products_read(name):
         lambda path, leaf: leaf.astype("bfloat16").astype(leaf.dtype) if path_of(path) in others else leaf, params
     )
     assert not others or (read(changed) != logits).any(), f"{others}: read in bfloat16 alone, so of {MATRICES.pattern}"
+
+
+def test_one_row_is_multiplied_as_rows_are():
+    """Value and gradients of a row of its own, and no product of it for each entry of the kernel in XLA's input."""
+    x, kernel = jax.random.normal(jax.random.key(0), (1, 1, 8)), jax.random.normal(jax.random.key(1), (8, 5))
+    dimensions = (((2,), (0,)), ((), ()))
+
+    def loss(product, x, kernel):
+        return jnp.sum(jnp.sin(product(x, kernel, dimensions)))
+
+    for argument in (0, 1):
+        slopes = [jax.grad(loss, argument + 1)(f, x, kernel) for f in (rows_of_products, jax.lax.dot_general)]
+        np.testing.assert_allclose(*slopes, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        rows_of_products(x, kernel, dimensions), jax.lax.dot_general(x, kernel, dimensions), rtol=1e-6, atol=1e-6
+    )
+    text = jax.jit(lambda *a: rows_of_products(*a, dimensions)).lower(x, kernel).as_text()
+    assert "(tensor<2x8xf32>, tensor<8x5xf32>) -> tensor<2x5xf32>" in text
