@@ -33,8 +33,9 @@ def decode_block(
     tokens: -1 behind a row's end and behind `count`; begin: how many came before; stops [S]: ids that end a row; ids
     from `limit` on are not chosen. broken [B]: the number of the first token of a row that is going whose logits are
     not finite, or -1."""
-    allowed, repeats = jnp.arange(logits.shape[-1]) < limit, model.depth // len(model.mixers)
+    allowed = jnp.arange(logits.shape[-1]) < limit
     blocks, params = unrolled(model, params)
+    repeats = len(blocks.mixers) // len(model.mixers)
 
     def step(carry):
         i, tokens, logits, cache, going, broken = carry

@@ -20,9 +20,11 @@ MATRICES = re.compile(r"((q|k|v|g|z|x|B|C|gate|up|o|out|down)_proj|lm_head)/kern
 
 
 def unrolled(model: LanguageModel, params: Mapping[str, Any]) -> tuple[LanguageModel, Mapping[str, Any]]:
-    """(model, params) that say the same with every block of the depth by itself; its caches: see `apart`."""
-    count = model.depth // len(model.mixers)
-    leaves = dict(params["params"])
+    """(model, params) that say the same with every block of the depth by itself; its caches: see `apart`. A model whose
+    parameters are not those of a pattern that is repeated, as of a class of one's own, stays as it is."""
+    count, leaves = model.depth // len(model.mixers), dict(params.get("params", {}))
+    if "groups" not in leaves:
+        return model, params
     groups = {}
     for i in range(count):
         for j in range(len(model.mixers)):
@@ -43,11 +45,15 @@ def narrow(params: Any, dtype: Any) -> Any:
 
 def apart(cache: tuple, count: int) -> tuple:
     """The cache of a model, leaves [count, B, ...] for each mixer of its pattern, as that of the unrolled model."""
+    if count == 1:
+        return cache
     return tuple(jax.tree.map(lambda leaf: leaf[i : i + 1], one) for i in range(count) for one in cache)  # noqa: B023
 
 
 def together(cache: tuple, count: int) -> tuple:
     """`apart`, undone."""
+    if count == 1:
+        return cache
     pattern = len(cache) // count
     same = (cache[j::pattern] for j in range(pattern))
     return tuple(jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *blocks) for blocks in same)
