@@ -48,6 +48,17 @@ def test_blocks_by_themselves_are_the_same_model():
     assert not np.allclose(first, second)  # or their order would not show
 
 
+def test_a_mixer_of_a_dtype_of_its_own_keeps_its_matrices():
+    model, params = model_of(dtype="bfloat16")
+    options = {"efla": {**OPTIONS["efla"], "dtype": "float32"}, "attention": OPTIONS["attention"]}
+    model = model.clone(mixer_options=options)
+    _, own = unrolled(model, params)
+    for i, dtype in enumerate(("float32", "bfloat16") * 2):
+        block = own["params"]["groups"][f"block_{i}"]
+        assert block["mixer"]["q_proj"]["kernel"].dtype == dtype
+        assert block["mlp"]["up_proj"]["kernel"].dtype == own["params"]["lm_head"]["kernel"].dtype == "bfloat16"
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tokens_and_cache_of_blocks_of_tokens(dtype):
     """A token at a time by the model as it is."""

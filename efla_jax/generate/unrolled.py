@@ -25,13 +25,14 @@ def unrolled(model: LanguageModel, params: Mapping[str, Any]) -> tuple[LanguageM
     count, leaves = model.depth // len(model.mixers), dict(params.get("params", {}))
     if "groups" not in leaves:
         return model, params
-    groups = {}
+    groups, repeated = {}, leaves.pop("groups")
     for i in range(count):
-        for j in range(len(model.mixers)):
-            block = jax.tree.map(lambda leaf: leaf[i : i + 1], leaves["groups"][f"block_{j}"])  # noqa: B023
-            groups[f"block_{i * len(model.mixers) + j}"] = block
-    leaves["groups"] = groups
-    return model.clone(mixers=model.mixers * count), {**params, "params": narrow(leaves, model.dtype)}
+        for j, name in enumerate(model.mixers):
+            block = dict(jax.tree.map(lambda leaf: leaf[i : i + 1], repeated[f"block_{j}"]))  # noqa: B023
+            own = narrow(block.pop("mixer"), model.mixer_options.get(name, {}).get("dtype", model.dtype))
+            groups[f"block_{i * len(model.mixers) + j}"] = {**narrow(block, model.dtype), "mixer": own}
+    leaves = narrow(leaves, model.dtype) | {"groups": groups}
+    return model.clone(mixers=model.mixers * count), {**params, "params": leaves}
 
 
 def narrow(params: Any, dtype: Any) -> Any:
