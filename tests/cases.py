@@ -62,3 +62,12 @@ def packed_ids(batch: int, time: int, seed: int = 0) -> np.ndarray:
         ids[row, : 3 * (row % 2)] = 0
         ids[row, time - 2 * ((row + 1) % 2) :] = 0
     return ids
+
+
+def prefix(position, like):
+    """States [B, H, L, K, V] of a prefix of so many tokens, in the slots that it has, and which these are."""
+    slot, last = np.arange(like.shape[2]), like.shape[2] - 1
+    bits = np.asarray(position)[:, None] >> np.maximum(slot - 1, 0)
+    live = np.where(slot == last, bits > 0, bits & 1 == 1) & ((slot > 0) | (last == 0))
+    states = np.random.default_rng(2).normal(size=like.shape) * live[:, None, :, None, None]
+    return jnp.asarray(states, jnp.float32), live

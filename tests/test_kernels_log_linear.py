@@ -22,7 +22,7 @@ from efla_jax.ops.fenwick_chunked import fenwick_chunked  # noqa: E402
 from efla_jax.ops.log_linear_cells import cell_count, cells  # noqa: E402
 from efla_jax.ops.segments import positions, segments  # noqa: E402
 from tests import ptxas  # noqa: E402
-from tests.cases import packed_ids, recurrence_case  # noqa: E402
+from tests.cases import packed_ids, prefix, recurrence_case  # noqa: E402
 from tests.lowering import lower_cuda, mosaic_calls  # noqa: E402
 from tests.oracle import fenwick_and_gradients, relative_rms  # noqa: E402
 
@@ -75,15 +75,6 @@ def compiled(config):
         return *out, *pull(cotangents)[: 5 + (states is not None)]
 
     return run
-
-
-def prefix(position, like):
-    """States [B, H, L, K, V] of a prefix of so many tokens, in the slots that it has."""
-    slot, last = np.arange(like.shape[2]), like.shape[2] - 1
-    bits = np.asarray(position)[:, None] >> np.maximum(slot - 1, 0)
-    live = np.where(slot == last, bits > 0, bits & 1 == 1) & ((slot > 0) | (last == 0))
-    states = np.random.default_rng(2).normal(size=like.shape) * live[:, None, :, None, None]
-    return jnp.asarray(states, jnp.float32), live
 
 
 def case(name: str, shape: str, levels: int, dtype=jnp.bfloat16):

@@ -21,7 +21,7 @@ from efla_jax.ops import pallas_log_linear_delta  # noqa: E402
 from efla_jax.ops.fenwick import FenwickState, fenwick, fenwick_level  # noqa: E402
 from efla_jax.ops.fenwick_chunked import fenwick_chunked  # noqa: E402
 from tests import ptxas  # noqa: E402
-from tests.cases import recurrence_case  # noqa: E402
+from tests.cases import prefix, recurrence_case  # noqa: E402
 from tests.lowering import lower_cuda, mosaic_calls  # noqa: E402
 from tests.oracle import fenwick_and_gradients, relative_rms  # noqa: E402
 
@@ -81,15 +81,6 @@ def compiled(config):
         return *out, *pull(cotangents)[: 6 + (states is not None)]
 
     return run
-
-
-def prefix(position, like):
-    """States [B, H, L, K, V] of a prefix of so many tokens, in the slots that it has, and which these are."""
-    slot, last = np.arange(like.shape[2]), like.shape[2] - 1
-    bits = np.asarray(position)[:, None] >> np.maximum(slot - 1, 0)
-    live = np.where(slot == last, bits > 0, bits & 1 == 1) & ((slot > 0) | (last == 0))
-    states = np.random.default_rng(2).normal(size=like.shape) * live[:, None, :, None, None]
-    return jnp.asarray(states, jnp.float32), live
 
 
 def row_of(lengths, time):
