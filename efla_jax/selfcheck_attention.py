@@ -68,6 +68,10 @@ TIMED = (
     AttentionCase("softmax_attention", Sizes(16, 2048, 16, 16, 128, 128), documents="documents"),
     AttentionCase("softmax_attention", Sizes(1, 32768, 16, 16, 128, 128)),
     AttentionCase("block_sparse_attention", Sizes(1, 32768, 12, 12, 64, 128), 6),
+    AttentionCase("softmax_attention", Sizes(1, 512, 16, 16, 64, 64), before=32768),
+    AttentionCase("softmax_attention", Sizes(16, 512, 16, 16, 64, 64), before=1536),
+    AttentionCase("block_sparse_attention", Sizes(1, 512, 12, 12, 64, 128), 6, before=32768),
+    AttentionCase("softmax_attention", Sizes(16, 1, 16, 16, 64, 64), before=2048),
     AttentionCase("softmax_attention", Sizes(1, 1, 16, 16, 64, 64), before=131072),
     AttentionCase("block_sparse_attention", Sizes(1, 1, 12, 12, 64, 128), 6, before=32768),
 )
