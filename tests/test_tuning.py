@@ -9,12 +9,13 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from efla_jax.ops import tuning
+from efla_jax.kernels import delta_rule as kernel
+from efla_jax.ops import pallas, tuning
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.mark.parametrize("op", tuning.OPERATORS)
+@pytest.mark.parametrize("op", tuning.GLUE)
 def test_candidates_are_the_table_row_and_its_neighbours(op):
     found = tuning.candidates(op, "NVIDIA H200", 128, 64, "bfloat16")
     row = found[0]
@@ -28,13 +29,21 @@ def test_candidates_are_the_table_row_and_its_neighbours(op):
     assert "stages" in changed and changed <= set(tuning.TRIED)
 
 
+@pytest.mark.parametrize("value_dim, tile", [(512, 128), (192, 64)])
+def test_wide_values_have_the_row_of_their_tiles(value_dim, tile):
+    """Kernels take tiles of V as heads, with the table's config for a tile."""
+    row = tuning.candidates("delta_rule", "NVIDIA H200", tile, value_dim, "bfloat16")[0]
+    assert row is pallas.config_for("NVIDIA H200", tile, value_dim, jnp.bfloat16)
+    assert row is kernel.TABLE["NVIDIA H200", tile, tile, "bfloat16"] is not kernel.SAFE
+
+
 @pytest.mark.parametrize("op, sizes", [("delta_rule", (96, 64)), ("linear_attention", (64, 40)), ("efla", (64, 64))])
 def test_what_has_no_kernel_has_no_candidates(op, sizes):
     with pytest.raises(NotImplementedError, match="no GPU kernel"):
         tuning.candidates(op, "NVIDIA H200", *sizes, "bfloat16")
 
 
-@pytest.mark.parametrize("op", tuning.OPERATORS)
+@pytest.mark.parametrize("op", tuning.GLUE)
 def test_run_hands_the_config_and_the_arguments_on(op, monkeypatch):
     seen = []
 
@@ -43,7 +52,7 @@ def test_run_hands_the_config_and_the_arguments_on(op, monkeypatch):
         seen.extend(x)
         return x.u, x.initial_state
 
-    monkeypatch.setitem(tuning.OPERATORS, op, kernel)
+    monkeypatch.setattr(tuning.GLUE[op], op, kernel)
     given = {"q": jnp.ones((1, 3, 1, 4)), "k": jnp.zeros((1, 3, 1, 4)), "u": jnp.ones((1, 3, 2, 5))}
     gate = jnp.full((1, 3, 2), 0.5)
     tuning.run(op, given | {"erase": gate, "log_decay": -gate}, "config")

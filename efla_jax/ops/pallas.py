@@ -141,6 +141,13 @@ def value_tile(value_dim: int, key_dim: int) -> int:
     return value_dim if key_dim > 128 else 128 if value_dim % 128 == 0 else 64
 
 
+def config_for(kind: str, key_dim: int, value_dim: int, dtype) -> Any:
+    """The table's config on this kind of device, by the channels of the values that the kernels take as one head."""
+    from efla_jax.kernels import delta_rule as kernel
+
+    return kernel.config_for(kind, key_dim, value_tile(value_dim, key_dim), dtype)
+
+
 def by_kernels(op: str, x: Recurrence, config, step, interpret) -> tuple[jax.Array, jax.Array]:
     """What `delta_rule` and `delta_flow` do with whole sequences."""
     kind = require_hopper(op) if interpret is None else "interpreter"
@@ -152,8 +159,7 @@ def by_kernels(op: str, x: Recurrence, config, step, interpret) -> tuple[jax.Arr
     key_dim, value_dim, dtype = x.k.shape[-1], x.u.shape[-1], x.k.dtype
     if reason := kernel.unsupported(key_dim, value_dim, dtype, step):
         raise NotImplementedError(f"{op}: no GPU kernel for {reason}")
-    config = config or kernel.config_for(kind, key_dim, value_tile(value_dim, key_dim), dtype)
-    return laid_out(x, config, step, interpret)
+    return laid_out(x, config or config_for(kind, key_dim, value_dim, dtype), step, interpret)
 
 
 def delta_rule(x: Recurrence, _chunk_size: int, config=None, interpret=None) -> tuple[jax.Array, jax.Array]:

@@ -5,6 +5,7 @@ tokens, and autodiff of the layout is exact, so that only the kernels need a gra
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +66,13 @@ def laid_out(x: Recurrence, config, interpret) -> tuple[jax.Array, jax.Array]:
     return o[:, :time], final.swapaxes(2, 3)
 
 
+def config_for(kind: str, key_dim: int, value_dim: int, dtype) -> Any:
+    """The table's config on this kind of device."""
+    from efla_jax.kernels import linear_attention as kernel
+
+    return kernel.config_for(kind, key_dim, value_dim, dtype)
+
+
 def linear_attention(x: Recurrence, _chunk_size: int, config=None, interpret=None) -> tuple[jax.Array, jax.Array]:
     """Outputs [B, T, H, V] in the dtype of u and the final state [B, H, K, V] float32. NotImplementedError, with the
     reason, for what the kernels do not serve. config: a `kernels.linear_attention.Config` instead of the table's."""
@@ -79,4 +87,4 @@ def linear_attention(x: Recurrence, _chunk_size: int, config=None, interpret=Non
     key_dim, value_dim, dtype = x.k.shape[-1], x.u.shape[-1], x.k.dtype
     if reason := kernel.unsupported(key_dim, value_dim, dtype):
         raise NotImplementedError(f"linear_attention: no GPU kernel for {reason}")
-    return laid_out(x, config or kernel.config_for(kind, key_dim, value_dim, dtype), interpret)
+    return laid_out(x, config or config_for(kind, key_dim, value_dim, dtype), interpret)

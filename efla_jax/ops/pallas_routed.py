@@ -13,7 +13,7 @@ from efla_jax.ops.arguments import Recurrence
 from efla_jax.ops.chunked import chunked
 from efla_jax.ops.document_chunks import carried, cells, most_cells
 from efla_jax.ops.hopper import require_hopper
-from efla_jax.ops.pallas import CHUNK, laid_out, require_one_dtype, value_tile
+from efla_jax.ops.pallas import CHUNK, config_for, laid_out, require_one_dtype
 from efla_jax.ops.routed_chunked import at_borders, behind, in_cells, left_open
 from efla_jax.ops.routed_recurrent import Routed
 from efla_jax.ops.segments import mask_padding
@@ -43,7 +43,7 @@ def routed_delta_rule(r: Routed, size: int, config=None, interpret=None) -> tupl
     key_dim, value_dim, dtype = r.x.k.shape[-1], r.x.u.shape[-1], r.x.k.dtype
     if reason := declined(r, size) or kernel.unsupported(key_dim, value_dim, dtype):
         raise NotImplementedError(f"routed_delta_rule: no GPU kernel for {reason}")
-    config = config or kernel.config_for(kind, key_dim, value_tile(value_dim, key_dim), dtype)
+    config = config or config_for(kind, key_dim, value_dim, dtype)
 
     def run(x, keep):
         return laid_out(x, config, None, interpret, keep)

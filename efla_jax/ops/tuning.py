@@ -15,7 +15,8 @@ import jax
 from efla_jax.ops import pallas, pallas_linear
 from efla_jax.ops.arguments import recurrence
 
-OPERATORS = {"delta_rule": pallas.delta_rule, "linear_attention": pallas_linear.linear_attention}
+# The glue of the operators whose kernels have a table: `config_for`, and the operator by its name.
+GLUE = {"delta_rule": pallas, "linear_attention": pallas_linear}
 # Values of a config's fields that are tried, where it has the field. What changes numbers (precision) is not for a
 # clock to choose, and what describes the device (multiprocessors) is no choice.
 TRIED: dict[str, tuple] = {
@@ -30,12 +31,12 @@ def candidates(op: str, device_kind: str, key_dim: int, value_dim: int, dtype: s
     """The table's config for these sizes first, then it with every combination of the values in TRIED.
 
     Raises NotImplementedError for an operator that has no kernel, or whose kernel does not cover the sizes."""
-    if op not in OPERATORS:
-        raise NotImplementedError(f"{op}: no GPU kernel with a table of configs; these have one: {tuple(OPERATORS)}.")
+    if op not in GLUE:
+        raise NotImplementedError(f"{op}: no GPU kernel with a table of configs; these have one: {tuple(GLUE)}.")
     kernel = importlib.import_module(f"efla_jax.kernels.{op}")
     if reason := kernel.unsupported(key_dim, value_dim, dtype):
         raise NotImplementedError(f"{op}: no GPU kernel for {reason}")
-    row = kernel.config_for(device_kind, key_dim, value_dim, dtype)
+    row = GLUE[op].config_for(device_kind, key_dim, value_dim, dtype)
     fields = {name: values for name, values in TRIED.items() if hasattr(row, name)}
     grid = [dict(zip(fields, values, strict=True)) for values in itertools.product(*fields.values())]
     return list(dict.fromkeys([row, *(dataclasses.replace(row, **choice) for choice in grid)]))
@@ -45,4 +46,4 @@ def run(op: str, inputs: Mapping[str, jax.Array], config: Any, interpret=None) -
     """(o, state) of the operator's kernel with this config; inputs by the names of the operator's arguments."""
     q, k, u = (inputs[name] for name in ("q", "k", "u"))
     x = recurrence(q, k, u, inputs.get("erase"), inputs.get("log_decay"), inputs.get("initial_state"), None)
-    return OPERATORS[op](x, pallas.CHUNK, config=config, interpret=interpret)
+    return getattr(GLUE[op], op)(x, pallas.CHUNK, config=config, interpret=interpret)
