@@ -7,7 +7,7 @@
 
 Behind the colon: mixer, task and, for a setting that is harder than the task's baseline, the field and value that it
 changes; `settings(mixer)` lists all 66 of a mixer. Two blocks of width 128, each a mixer and a SwiGLU, LayerNorm, head
-not tied; 12,800 fixed rows, 1280 held out, batches of 128, 200 epochs (20,000 steps) or until 99.9 % are right, AdamW
+not tied; 12,800 fixed rows, 1280 held out, batches of 128, 200 epochs (20,000 steps) or until 99.9 %, AdamW
 with decay on everything, bfloat16. Unlike there the head has no bias, as the norm in front of it has one. The published
 protocol takes the best held-out accuracy of rates 1e-4, 5e-4, 1e-3 and decays 0, 0.1 for each setting, means over
 settings, then over tasks. EFLA (arXiv 2512.12602) prints one number a task and no set-up; heads here hold 4096 numbers
@@ -15,7 +15,7 @@ of state a layer, as MAD wants them equal.
 
 The published script names a cosine to 1e-6 by a key that its trainer does not read, so that its rate was probably
 constant. That is the default; --config.optim.schedule=cosine is the other reading. Accuracy is the published macro
-average over classes (test_macro_accuracy) beside the plain one (test_accuracy), which is what ends a run here.
+average over classes (test_macro_accuracy), which ends a run, too, beside the plain one (test_accuracy).
 Grid of get_sweep: 72 runs in 12 programs; all settings of a mixer: 396 runs. --first ends the runs of a seed once one
 of its rates and decays has reached 99.9 %, which leaves the published score, the best of them, as it is. A run of
 in-context recall is 8.4e14 floating-point operations.

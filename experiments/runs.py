@@ -54,7 +54,7 @@ def restored(path: pathlib.Path, flag: str, data: str = "") -> tuple[dict, Any, 
 
 class Ended(NamedTuple):
     """A run that has ended: scored are its rows of metrics.jsonl with held-out scores, the last of them its result, or
-    that one alone; best is the highest accuracy of any evaluation."""
+    that one alone; best is the highest `goal_accuracy` of any evaluation."""
 
     name: str
     config: dict
@@ -72,8 +72,9 @@ def ended_runs(folder: pathlib.Path, kind: str) -> list[Ended]:
             continue
         scored = [row for row in metrics.read_rows(file) if "test_accuracy" in row]
         options = config["train"]
-        if scored and (scored[-1]["step"] == options["steps"] or 0 < options["stop_at"] <= scored[-1]["test_accuracy"]):
-            best = max(row["test_accuracy"] for row in scored)
+        reached = [row.get("test_macro_accuracy", row["test_accuracy"]) for row in scored]
+        if scored and (scored[-1]["step"] == options["steps"] or 0 < options["stop_at"] <= reached[-1]):
+            best = max(reached)
             found[file.parent.name] = Ended(file.parent.name, config, scored, best)
         else:
             going.append(file.parent.name)

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from efla_jax import checkpoint, data, flops, metrics, optim, sharding
 from efla_jax.checkpoint import Checkpointer
-from efla_jax.evaluate import evaluate, evaluate_classes, evaluate_slices
+from efla_jax.evaluate import evaluate, evaluate_classes, evaluate_slices, goal_accuracy
 from efla_jax.model import LanguageModel
 from efla_jax.train import hosts, settings
 from efla_jax.train.report import Clock, Compilations, MetricLog
@@ -226,8 +226,9 @@ def score(job: Job, state: TrainState, split: str = "") -> dict[str, float]:
 def held_out(job: Job, state: TrainState, step: int, end: int) -> tuple[dict[str, float], int]:
     """Held-out scores, those of "longer" rows too at the end, and where that is: here if they reach train.stop_at."""
     scores, wanted = score(job, state), job.config["train"]["stop_at"]
-    if 0 < wanted <= scores["accuracy"] and step < end:
-        say(f"step {step}: held-out accuracy {scores['accuracy']:.4f} reaches stop_at={wanted:g}, the run ends here")
+    reached = goal_accuracy(scores)
+    if 0 < wanted <= reached and step < end:
+        say(f"step {step}: held-out accuracy {reached:.4f} reaches stop_at={wanted:g}, the run ends here")
         end = step
     dataset = job.parts.dataset
     if step == end and dataset.kind in data.GENERATED and dataset.slices("longer"):

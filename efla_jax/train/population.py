@@ -27,7 +27,7 @@ from flax import linen as nn
 
 from efla_jax import data, metrics, optim
 from efla_jax.checkpoint import Checkpointer
-from efla_jax.evaluate import batch_sums, batch_tallies, mean_of_slices, scores_of
+from efla_jax.evaluate import batch_sums, batch_tallies, goal_accuracy, mean_of_slices, scores_of
 from efla_jax.losses import Sums, macro_accuracy
 from efla_jax.ops.dispatch import without_kernels
 from efla_jax.train import settings
@@ -41,7 +41,8 @@ class Outcome(NamedTuple):
     """How a member ended. status: "finished", at its last step or at train.stop_at, "outrun", where another of its seed
     was there first and that was to be enough, or "diverged", after train.max_skipped steps in a row without a finite
     gradient; step: where; scores: the last held-out ones before;
-    best: the highest held-out accuracy of all; seconds: since the population began; params: those that are scored."""
+    best: the highest held-out `goal_accuracy` of all; seconds: since the population began; params: those that are
+    scored."""
 
     status: str
     step: int
@@ -243,7 +244,7 @@ class Members:
     def note(self, step: int, scores: Sequence[Mapping[str, float]], split: str) -> None:
         for member in self.going:
             self.scores[member] = dict(scores[member])
-            self.best[member] = float(np.nanmax([self.best[member], scores[member]["accuracy"]]))
+            self.best[member] = float(np.nanmax([self.best[member], goal_accuracy(scores[member])]))
             self.writers[member].write(step, {f"{split}_{name}": value for name, value in scores[member].items()})
 
     def end(self, member: int, status: str, step: int, states: TrainState, data_state: Mapping[str, Any]) -> None:
@@ -327,7 +328,7 @@ def score(population: Population, members: Members, sums: Callable, params, step
     """Held-out scores of a step; the members that end here, which have those of "longer" rows, too."""
     scores = held_out(population, sums, params, least)
     options, first = population.config["train"], population.datasets[0]
-    at_goal = [0 < options["stop_at"] <= one["accuracy"] for one in scores]
+    at_goal = [0 < options["stop_at"] <= goal_accuracy(one) for one in scores]
     ending = [member for member in members.going if at_goal[member] or step == options["steps"]]
     if ending and first.kind in data.GENERATED and first.slices("longer"):
         for member, longer in enumerate(held_out(population, sums, params, least, "longer")):
