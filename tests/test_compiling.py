@@ -71,6 +71,19 @@ def test_a_single_row_compiles(op, given):
     assert "mosaic_gpu" in compile_h200(jax.grad(loss), arguments, extra).as_text()
 
 
+@pytest.mark.parametrize("time", (1, 65))
+@pytest.mark.parametrize("op", ("delta_rule", "delta_flow", "linear_attention", *FLAT))
+def test_the_last_token_may_be_alone_without_kernels(op, time):
+    """What is left behind whole chunks; XLA's compiler once failed there."""
+
+    def loss(*arguments):
+        o, state = getattr(ops, op)(*arguments, implementation="chunked")
+        return sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves((o, state)))
+
+    arguments = inputs(op, time)
+    compile_h200(jax.grad(loss, range(len(arguments))), *arguments)
+
+
 @pytest.mark.parametrize("name", ("delta_net", "efla", "gated_delta_net", "gated_efla", "mamba2", "nats_l"))
 def test_a_layers_gradient_compiles_with_kernels(name):
     """Documents and padding included, as training has them; nothing of [T, T]."""

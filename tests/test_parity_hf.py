@@ -276,7 +276,7 @@ FLA_MODELS = {
     "DeltaNet": {"num_heads": 2, "intermediate_size": 64, "use_gate": True, "expand_v": 2.0},
     "GatedDeltaNet": {"num_heads": 2, "num_v_heads": 4, "head_dim": 16, "expand_v": 2.0, "intermediate_size": 64},
     "Mamba2": {"head_dim": 16, "state_size": 16, "n_groups": 2},
-    "LogLinearMamba2": {"head_dim": 16, "state_size": 16, "n_groups": 2},
+    "LogLinearMamba2": {"head_dim": 16, "state_size": 64, "n_groups": 2},  # its kernels ask for multiples of 64
     "Transformer": {"num_heads": 2, "num_kv_heads": 1, "qk_norm": True, "intermediate_size": 64},
 }
 

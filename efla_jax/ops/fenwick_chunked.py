@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from efla_jax.ops.chunked import Chunks, chunks, cut, decays, join, unit_lower_inverse
-from efla_jax.ops.fenwick import Fenwick, fenwick_level, meeting_slot, merge, states_of
+from efla_jax.ops.fenwick import Fenwick, fenwick_level, fenwick_recurrent, meeting_slot, merge, states_of
 from efla_jax.ops.fenwick_tree import Blocks, in_slots, times, tree, unstack
 from efla_jax.shapes import CHUNK_SIZES
 
@@ -152,6 +152,8 @@ def chunks_of(f: Fenwick, count: int, size: int) -> tuple[Chunks, tuple[jax.Arra
 
 def sweep(f: Fenwick, states: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     """Rows that begin at any position, packed or padded as they are."""
+    if f.x.k.shape[1] == 1:  # not a chunk of one: XLA's GPU compiler (jax 0.11.2) fails on the gradient of that
+        return fenwick_recurrent(f._replace(states=states), size)
     number = -(-f.x.k.shape[1] // size)
     span = math.isqrt(number - 1) + 1
     count = span * -(-number // span)
