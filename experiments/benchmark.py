@@ -9,7 +9,8 @@ or one decoded token at a time.
     python -m experiments.benchmark --op=block_sparse_attention --decode --positions=131071 --heads=12 --routes=6 \
         --key_dim=64 --value_dim=128 --dtype=bfloat16 --implementations=auto,pallas,chunked          # behind pages
     python -m experiments.benchmark --implementations=pallas,chunked --launches=10 --dtype=bfloat16 ...   # device time
-    python -m experiments.benchmark --tune --batch=16 --lengths=2048 --dtype=bfloat16 ...         # configs of a kernel
+    python -m experiments.benchmark --budget=131072 --lengths=2048,8192,32768,131072 --dtype=bfloat16    # all operators
+    python -m experiments.benchmark --tune --budget=32768 --lengths=2048,32768 --dtype=bfloat16 ...    # config of a kernel
 
 Prints a table and writes benchmark.csv, benchmark.md and benchmark.png into --out. Times are medians of --repeats
 calls, each waited for, with the implementations taking turns; memory is XLA's figure for the temporaries of the
@@ -24,32 +25,28 @@ position, inside one compiled loop; on a GPU also the time of the kernels alone.
 are random numbers where that position has some, as time does not depend on what they are. Block-sparse attention has
 pages of each of --fractions of the chunks, spread evenly, for each routing head.
 
---launches=10 queues ten calls before it waits, which hides the host's part of them. --tune does so for every config of
-the operator's GPU kernel and writes the fastest over all --lengths, by forward + backward, to tune.json: the row for
-the table in `kernels/`, with everything tried beside it, failures too.
+--budget measures all operators beside each other, each at the sizes of its published model and with as many tokens at
+every length: operators.csv, .md and .png, times of the kernels, and roofline.png, the rate of bytes that must move.
+
+--launches=10 queues ten calls before it waits, which hides the host's part of them. --tune: `benchmark_tuning`.
 """
 
-import dataclasses
-import itertools
-import json
 import math
 import pathlib
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from absl import app, flags
 
-from efla_jax import metrics, selfcheck
-from efla_jax.ops import tuning
-from experiments import benchmark_decoding, benchmark_setting
+from efla_jax import metrics
+from experiments import benchmark_decoding, benchmark_operators, benchmark_setting, benchmark_tuning
 from experiments.benchmark_setting import (
     BATCH,
+    BUDGET,
     DECODE,
-    DTYPE,
     FLAT,
     FRACTIONS,
     HEADS,
@@ -61,6 +58,7 @@ from experiments.benchmark_setting import (
     LENGTHS,
     MEMORY_LIMIT,
     OP,
+    OPERATORS,
     OUT,
     POSITIONS,
     REPEATS,
@@ -84,13 +82,13 @@ flags.adopt_module_key_flags(benchmark_setting)
 PASSES = ("forward", "forward+backward")
 
 
-def program(name: str, both: bool, config: Any = None) -> Callable:
+def program(name: str, both: bool) -> Callable:
     """The function measured: outputs and state, or the gradients of every input for a random-like loss on them."""
 
     attends = name == "softmax" or OP.value == "block_sparse_attention"  # the state: what keys and values were given
 
     def forward(inputs):
-        o, state = apply(name, inputs, config=config)
+        o, state = apply(name, inputs)
         return o, None if attends else jax.tree.leaves(state)[0]
 
     def loss(inputs):
@@ -182,31 +180,6 @@ def by_length(names: list[str]) -> None:
     print(f"\n{table(rows)}\n\nwritten: {out}/benchmark.csv, .md, .png")
 
 
-def tune() -> None:
-    """tune.json: the fastest config of the operator's kernel, and what each took."""
-    sizes = {"op": OP.value, "K": KEY_DIM.value, "V": VALUE_DIM.value, "dtype": DTYPE.value}
-    device, tried = jax.devices()[0].device_kind, []
-    for config in tuning.candidates(OP.value, device, *list(sizes.values())[1:]):
-        row: dict[str, Any] = {"config": dataclasses.asdict(config), "ms": {}}
-        try:
-            for length, both in itertools.product(numbers(LENGTHS, 1), (False, True)):
-                run = jax.jit(program("pallas", both, config))
-                row["ms"][f"T={length} {PASSES[both]}"] = selfcheck.milliseconds(run, make_inputs("pallas", length, 0))
-        except (ValueError, jax.errors.JaxRuntimeError) as error:  # a config that a compiler refuses is a result
-            row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
-        tried.append(row)
-        print(json.dumps(row), flush=True)
-
-    def cost(row):
-        return math.prod(ms for name, ms in row["ms"].items() if name.endswith(PASSES[True]))
-
-    fastest = min((row for row in tried if "error" not in row), key=cost, default={"config": None, "ms": None})
-    (out := pathlib.Path(OUT.value)).mkdir(parents=True, exist_ok=True)
-    sizes |= {"device": device, "jax": jax.__version__, "batch": BATCH.value, "heads": HEADS.value}
-    (out / "tune.json").write_text(json.dumps(sizes | fastest | {"tried": tried}, indent=1) + "\n")
-    print(f"fastest: {fastest['config']}\nwritten: {out}/tune.json")
-
-
 def default_names(compares: bool) -> list[str]:
     """What to compare where --implementations does not say."""
     if DECODE.value:
@@ -215,9 +188,28 @@ def default_names(compares: bool) -> list[str]:
     return ["chunked", "flat", "softmax"] if compares else ["recurrent", "associative", "chunked", "softmax"]
 
 
+def check_budget() -> None:
+    """Refuse flags that --budget leaves without a meaning, and lengths that do not divide it."""
+    if OPERATORS.present and (TUNE.value or not BUDGET.value):
+        raise app.UsageError("--operators goes with --budget and without --tune only")
+    if not BUDGET.value:
+        return
+    own = () if TUNE.value else (OP, HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM)
+    for flag in (BATCH, DECODE, IMPLEMENTATIONS, *own):
+        if flag.present:
+            raise app.UsageError(
+                f"--{flag.name} goes without --budget, which gives the rows and, of all operators, sizes"
+            )
+    if uneven := [T for T in numbers(LENGTHS, 1) if BUDGET.value % T]:
+        raise app.UsageError(f"--budget={BUDGET.value} is no multiple of {uneven[0]} tokens, one of --lengths")
+
+
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"stray argument {argv[1]!r}: flags are written --name=value")
+    check_budget()
+    if BUDGET.value and not TUNE.value:
+        return benchmark_operators.by_budget()
     compares = OP.value in FLAT
     names = IMPLEMENTATIONS.value or default_names(compares)
     for name in names:
@@ -241,7 +233,12 @@ def main(argv: list[str]) -> None:
     if HEADS.value % (KEY_HEADS.value or HEADS.value):
         raise app.UsageError(f"--key_heads={KEY_HEADS.value} must divide --heads={HEADS.value}")
     try:
-        tune() if TUNE.value else benchmark_decoding.by_position(names) if DECODE.value else by_length(names)
+        if TUNE.value:
+            benchmark_tuning.tune()
+        elif DECODE.value:
+            benchmark_decoding.by_position(names)
+        else:
+            by_length(names)
     except NotImplementedError as reason:
         raise app.UsageError(f"--{'tune' if TUNE.value else 'implementations'}: {reason}") from None
     except ValueError as reason:

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from absl import app, flags
 
 from efla_jax import ops
-from efla_jax.ops import tuning
 
 LEVELED = {"log_linear_delta_rule": "delta_rule", "log_linear_attention": "linear_attention"}
 ROUTED = {"routed_delta_rule": "delta_rule", "block_sparse_attention": "block_sparse_attention"}
@@ -48,6 +47,13 @@ FRACTIONS = flags.DEFINE_list(
 ROUTES = flags.DEFINE_integer(
     "routes", 0, "routing heads R of block-sparse attention, which divide the heads; 0: as many", lower_bound=0
 )
+BUDGET = flags.DEFINE_integer(
+    "budget",
+    0,
+    "tokens at each length, of every operator or of what --tune has; 0: --batch rows of one --op",
+    lower_bound=0,
+)
+OPERATORS = flags.DEFINE_list("operators", [], "with --budget: which; by default all of benchmark_operators.MEASURED")
 IMPLEMENTED = ("recurrent", "associative", "chunked", "pallas", "auto")
 KNOWN = (*IMPLEMENTED, "flat", "softmax")
 
@@ -57,14 +63,19 @@ def levels_of(last: int) -> int:
     return LEVELS.value or last.bit_length() + 1
 
 
+def rows_of(length: int) -> int:
+    """How many rows there are of this length."""
+    return BUDGET.value // length or BATCH.value
+
+
 def make_inputs(name: str, length: int, levels: int) -> dict[str, jax.Array]:
     """Random arguments of the implementation `name`: unit keys, erase in (0, 1), log decay of about -0.1, level weights
     about 0.8."""
     keys = iter(jax.random.split(jax.random.key(length), 7))
-    heads, key_heads = HEADS.value, KEY_HEADS.value or HEADS.value
+    batch, heads, key_heads = rows_of(length), HEADS.value, KEY_HEADS.value or HEADS.value
 
     def normal(*rest):
-        return jax.random.normal(next(keys), (BATCH.value, length, *rest))
+        return jax.random.normal(next(keys), (batch, length, *rest))
 
     key = (heads, VALUE_DIM.value) if name == "softmax" else (key_heads, KEY_DIM.value)
     inputs = {"q": ops.l2_normalize(normal(*key)), "k": ops.l2_normalize(normal(*key))}
@@ -74,7 +85,7 @@ def make_inputs(name: str, length: int, levels: int) -> dict[str, jax.Array]:
         return inputs
     if OP.value in ROUTED:
         chunks = -(-length // int(CHUNK_SIZE.value))
-        drawn = jax.random.uniform(next(keys), (BATCH.value, chunks, ROUTES.value or heads))
+        drawn = jax.random.uniform(next(keys), (batch, chunks, ROUTES.value or heads))
         selected = (drawn < SELECTED.value).astype(jnp.float32)
         if OP.value == "block_sparse_attention":
             return inputs | {"selected": jnp.ones_like(selected) if name == "flat" else selected}
@@ -88,10 +99,8 @@ def make_inputs(name: str, length: int, levels: int) -> dict[str, jax.Array]:
     return inputs
 
 
-def apply(name: str, inputs: dict[str, jax.Array], state: Any = None, config: Any = None) -> tuple[jax.Array, Any]:
-    """(outputs, state) of the implementation `name`; config: of its GPU kernel, instead of the table's."""
-    if config is not None:
-        return tuning.run(OP.value, inputs, config)
+def apply(name: str, inputs: dict[str, jax.Array], state: Any = None) -> tuple[jax.Array, Any]:
+    """(outputs, state) of the implementation `name`."""
     if name == "softmax":
         q = inputs["q"] * inputs["q"].shape[-1] ** -0.5
         return ops.softmax_attention(q, inputs["k"], inputs["u"], initial_state=state)
@@ -134,12 +143,12 @@ def title() -> str:
     return f"{OP.value} on {where}: {shape}, {DTYPE.value}, chunk {CHUNK_SIZE.value}"
 
 
-def save(rows: list[dict], name: str, text: str) -> None:
-    """NAME.csv and NAME.md in --out."""
+def save(rows: list[dict], name: str, text: str, heading: str = "") -> None:
+    """NAME.csv and NAME.md in --out; heading: instead of `title()`."""
     out = pathlib.Path(OUT.value)
     out.mkdir(parents=True, exist_ok=True)
     with open(out / f"{name}.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    (out / f"{name}.md").write_text(f"{title()}\n\n{text}\n")
+    (out / f"{name}.md").write_text(f"{heading or title()}\n\n{text}\n")

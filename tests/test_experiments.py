@@ -57,6 +57,17 @@ REFUSED = {
     "no such position": (["experiments.benchmark", "--decode", "--positions=-5"], "--positions=-5: not whole numbers"),
     "lengths of decoding": (["experiments.benchmark", "--decode", "--lengths=8"], "--lengths goes without --decode"),
     "position without decoding": (["experiments.benchmark", "--positions=8"], "--positions goes with --decode only"),
+    "rows of a budget": (["experiments.benchmark", "--budget=64", "--lengths=16", "--batch=2"], "--batch goes without"),
+    "sizes of operators": (
+        ["experiments.benchmark", "--budget=64", "--heads=2"],
+        "--heads goes without",
+    ),
+    "uneven rows": (["experiments.benchmark", "--budget=64", "--lengths=24"], "--budget=64 is no multiple of 24"),
+    "operators alone": (["experiments.benchmark", "--operators=efla"], "--operators goes with --budget"),
+    "no such operator": (
+        ["experiments.benchmark", "--budget=64", "--lengths=64", "--operators=_"],
+        "'_' is not",
+    ),
     "nothing to select": (["experiments.benchmark", "--selected=0.5"], "--selected goes with --op=routed_delta"),
     "decoding of choices": (["experiments.benchmark", "--op=routed_delta_rule", "--decode"], "--decode: not of"),
     "parts of other caches": (

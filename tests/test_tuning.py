@@ -65,11 +65,12 @@ def test_run_hands_the_config_and_the_arguments_on(op, monkeypatch):
 # its output, with times that this file chooses; the third is refused as a compiler would.
 TUNE = """
 import dataclasses, sys
+import jax
 import jax.numpy as jnp
 from absl import app
 from efla_jax import ops
 from efla_jax.ops import tuning
-from experiments import benchmark
+from experiments import benchmark, benchmark_operators
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -78,26 +79,58 @@ class Config:
 def run(op, inputs, config):
     if config.stages == 5:
         raise ValueError("exceeds available shared memory")
-    return ops.delta_rule(**inputs)[0] * config.stages, None
+    o, state = ops.delta_rule(**inputs)
+    return o * config.stages, state
 
-def milliseconds(run, inputs):
-    stages = jnp.abs(run(inputs)[0]).sum() / jnp.abs(ops.delta_rule(**inputs)[0]).sum()
-    return {2: 3.0, 3: 1.0}[round(float(stages))]
+def measure(run, inputs):
+    o, _, *gradients = jax.tree.leaves(run(inputs))
+    stages = jnp.abs(o).sum() / jnp.abs(ops.delta_rule(**inputs)[0]).sum()
+    return {"ms": {2: 3.0, 3: 1.0}[round(float(stages))] + len(gradients) / 5}
 
 tuning.candidates = lambda *sizes: [Config(stages) for stages in (2, 3, 5)]
-tuning.run, benchmark.selfcheck.milliseconds = run, milliseconds
-benchmark.program = lambda name, both, config: lambda inputs: benchmark.apply(name, inputs, config=config)
+tuning.run, benchmark_operators.measure = run, measure
 app.run(benchmark.main, sys.argv)
+"""
+CHOSEN = """
+import json
+from experiments import benchmark_tuning as tuning
+found = []
+for others in json.loads(%r):
+    rows = [{"config": i, "ms": dict(zip(((T, name) for T in (8, 16) for name in tuning.PASSES), ms))} if ms else
+            {"config": i, "error": "", "ms": {}} for i, ms in enumerate([[1, 3, 2, 6], *others])]
+    found.append(tuning.chosen(rows)["config"])
+print(json.dumps(found))
 """
 
 
 def test_tune_writes_the_fastest_and_what_failed(tmp_path):
-    options = ["--tune", "--lengths=8,16", "--key_dim=4", "--value_dim=3", f"--out={tmp_path}"]
+    options = ["--tune", "--budget=16", "--lengths=8,16", "--key_dim=4", "--value_dim=3", f"--out={tmp_path}"]
     done = subprocess.run([sys.executable, "-c", TUNE, *options], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "tune.json").read_text())
     assert found["config"] == {"stages": 3} and found["op"] == "delta_rule" and found["K"] == 4 and found["V"] == 3
-    assert found["ms"] == {f"T={length} {name}": 1.0 for length in (8, 16) for name in ("forward", "forward+backward")}
+    assert found["changed"] and found["batch"] == {"8": 2, "16": 1}
+    passes = {"forward": 1.0, "forward+backward": 2.0}  # the gradients are of q, k, u, erase and decay
+    assert found["ms"] == {f"T={length} {name}": ms for length in (8, 16) for name, ms in passes.items()}
     assert [row["config"]["stages"] for row in found["tried"]] == [2, 3, 5]
     assert "shared memory" in found["tried"][2]["error"] and "error" not in found["tried"][1]
-    assert "fastest: {'stages': 3}" in done.stdout
+    assert found["tried"][0]["apart"] == 0 and 0.3 < found["tried"][1]["apart"] < 0.7  # half as large again, but for k
+    assert "better: {'stages': 3}" in done.stdout
+
+
+def test_the_table_changes_for_a_gain_at_every_length_only():
+    """Times forward and forward + backward at two lengths; the table's row has 1, 3, 2, 6."""
+    rivals = {
+        "within the noise": ([[0.98, 2.95, 1.96, 5.9]], 0),
+        "at one length": ([[0.5, 2.0, 1.99, 5.99]], 0),
+        "forward, at both": ([[0.9, 2.98, 1.8, 6.0]], 1),
+        "slower backward": ([[0.9, 3.2, 1.8, 5.0]], 0),
+        "the better of two": ([[0.9, 2.8, 1.9, 5.7], [0.8, 2.8, 1.9, 5.7]], 2),
+        "refused": ([None, [0.9, 2.8, 1.9, 5.7]], 2),
+    }
+    given = json.dumps([others for others, _ in rivals.values()])
+    command = [sys.executable, "-c", CHOSEN % given]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = dict(zip(rivals, json.loads(done.stdout), strict=True))
+    assert found == {name: wanted for name, (_, wanted) in rivals.items()}
