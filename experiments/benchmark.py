@@ -10,7 +10,7 @@ or one decoded token at a time.
         --key_dim=64 --value_dim=128 --dtype=bfloat16 --implementations=auto,pallas,chunked          # behind pages
     python -m experiments.benchmark --implementations=pallas,chunked --launches=10 --dtype=bfloat16 ...   # device time
     python -m experiments.benchmark --budget=131072 --lengths=2048,8192,32768,131072 --dtype=bfloat16    # all operators
-    python -m experiments.benchmark --tune --budget=32768 --lengths=2048,32768 --dtype=bfloat16 ...    # config of a kernel
+    python -m experiments.benchmark --tune --budget=32768 --lengths=2048,32768 --dtype=bfloat16 ...  # a kernel's config
 
 Prints a table and writes benchmark.csv, benchmark.md and benchmark.png into --out. Times are medians of --repeats
 calls, each waited for, with the implementations taking turns; memory is XLA's figure for the temporaries of the
