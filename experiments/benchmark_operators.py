@@ -119,6 +119,11 @@ def compiled(case: Case) -> jax.stages.Compiled:
     return jax.jit(case.program()).lower(*jax.eval_shape(case.arguments)).compile()
 
 
+def drawn(case: Case) -> tuple[dict[str, jax.Array], jax.Array]:
+    """The case's arguments, made in one program on the device."""
+    return jax.jit(case.arguments)()
+
+
 def measure(run: Callable, *arguments) -> dict[str, float]:
     """Milliseconds of a call, and whether the trace of a GPU gave them: few calls where they are slow."""
     jax.block_until_ready(run(*arguments))
@@ -213,7 +218,7 @@ def by_budget() -> None:
     for length in lengths:
         for name in list(names):
             cases = [Case(name, length, BUDGET.value // length, DTYPE.value, both) for both in (False, True)]
-            arguments = jax.block_until_ready(jax.jit(cases[0].arguments)())
+            arguments = jax.block_until_ready(drawn(cases[0]))
             fresh = [row_of(case, arguments) for case in cases]
             rows += fresh
             for r in fresh:
