@@ -64,6 +64,7 @@ class Config:
     stages: tiles loaded ahead; states: states loaded ahead; walk_stages: blocks loaded ahead by a walk.
     multiprocessors: of the GPU, each of which holds one program.
     waves: programs wanted for each of them; with fewer, several share the tiles of a key head.
+    near: parts of `log_linear_adjoint.py` have 2^near blocks; with 0 cotangents of states go through whole rows.
     automatic_barriers: Mosaic's around every store to shared memory, which the program does not need."""
 
     stages: int = 2
@@ -71,6 +72,7 @@ class Config:
     walk_stages: int = 3
     multiprocessors: int = 132
     waves: float = 4.0
+    near: int = 3
     automatic_barriers: bool = True
 
 

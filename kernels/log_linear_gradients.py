@@ -38,6 +38,7 @@ from efla_jax.kernels.log_linear_pairs import (
     AFTER,
     BLOCK,
     INSIDE,
+    OTHER,
     READS,
     ROWS,
     TILE,
@@ -120,10 +121,22 @@ def query_gradients(task: Task, memory: Memory, d_q, sums_g, sums, left, interpr
         group = number + zero_of(memory.gates.at[slot])
         here = rows_of(group)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for own in (True, False):
+
+        def add_pairs(total, own: bool):
             pairs = query_pairs(memory, slot, sums, group, own)
             keys = memory.k.at[rows_of(group if own else 1 - group)]
-            total = add_product(total, pairs, keys, left, interpret)
+            return add_product(total, pairs, keys, left, interpret)
+
+        def without_others(total):
+            sums.at[OTHER][...] = plgpu.layout_cast(jnp.zeros((ROWS,), f32), WGMMA.reduce(1))
+            return total
+
+        total = add_pairs(total, True)
+        if memory.codes is None:  # no token of the first half reads one of the second
+            total = lax.cond(number > 0, lambda total: add_pairs(total, False), without_others, total)
+        else:
+            total = add_pairs(total, False)
+        q = plgpu.load(memory.q.at[here], layout=WGMMA, optimized=False).astype(f32)
 
         def read(m, carry):
             total, left_of = carry
@@ -137,7 +150,6 @@ def query_gradients(task: Task, memory: Memory, d_q, sums_g, sums, left, interpr
                 decay = since_state(gates, here, level)
                 weight = vector(gates.at[READS + level, here]) * decay
                 seen = accumulated(acc, wait_n=0)
-                q = plgpu.load(memory.q.at[here], layout=WGMMA, optimized=False).astype(f32)
                 sums.at[INSIDE + level][...] = jnp.sum(q * seen, axis=1) * decay
                 return total + seen * lax.broadcast_in_dim(weight, (ROWS, key_dim), (0,))
 

@@ -113,17 +113,23 @@ def weights_of(gates, codes, group, *, own: bool, transposed: bool) -> jax.Array
 
 
 def by_level(gates, codes, group, mixed, own: bool) -> list[jax.Array]:
-    """The sums [64] over columns of mixed [64, 64], for each level that its pairs may have."""
+    """The sums [64] over columns of mixed [64, 64], 0 where a column is behind its row, for each level that its pairs
+    may have."""
     if codes is None and not own:
         return [jnp.sum(mixed, axis=1)]
     if codes is not None:
         distance = apart(codes, group, own)
         levels = [(distance >> max(level - 1, 0)) == min(level, 1) for level in range(INSIDE)]
         return [jnp.sum(jnp.where(here, mixed, 0.0), axis=1) for here in levels]
-    row, column = positions(gates)
-    coarse, fine = (row >> 3) ^ (column >> 3), (row & 7) ^ (column & 7)
-    near = jnp.where(coarse == 0, mixed, 0.0)
+    # Levels of eighths by halving: of a row's two halves the one that it is in, and the one before it, whose pairs have
+    # one level; those behind it are 0. What is left is the eighth of the row itself.
+    row, eighths = index(ROWS, 8, 0) + zero_of(gates), [mixed[:, i : i + 8] for i in range(0, ROWS, 8)]
+    found: list[jax.Array] = []
+    while len(eighths) > 1:
+        half = len(eighths) // 2
+        later, before, behind = (row // 8) & half != 0, eighths[:half], eighths[half:]
+        found.insert(0, jnp.sum(jnp.where(later, sum(before[1:], before[0]), 0.0), axis=1))
+        eighths = [jnp.where(later, b, a) for a, b in zip(before, behind, strict=True)]
+    fine = (row & 7) ^ index(ROWS, 8, 1)
     levels = [(fine >> max(level - 1, 0)) == min(level, 1) for level in range(FINE)]
-    found = [jnp.sum(jnp.where(here, near, 0.0), axis=1) for here in levels]
-    levels = [coarse >> (level - FINE) == 1 for level in range(FINE, OTHER)]
-    return found + [jnp.sum(jnp.where(here, mixed, 0.0), axis=1) for here in levels]
+    return [jnp.sum(jnp.where(here, eighths[0], 0.0), axis=1) for here in levels] + found

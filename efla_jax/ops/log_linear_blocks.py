@@ -118,14 +118,22 @@ def _forward(q, k, u, gates, begin, where, static):
 
 def _backward(static, residuals, cotangents):
     from efla_jax.kernels import log_linear as reads
+    from efla_jax.kernels import log_linear_adjoint as adjoints
     from efla_jax.kernels import log_linear_gradients as gradients
+    from efla_jax.kernels import log_linear_roots as roots
     from efla_jax.kernels import log_linear_states as walks
 
     (q, k, u, gates, states, begin, where), (d_o, d_last) = residuals, cotangents
     options, given = dict(config=static.config, interpret=static.interpret), reads.Gates(*gates)
     first = None if begin is None else begin[:, :-1].astype(u.dtype)
-    back = walks.adjoint(q, d_o, given, states, first, d_last, where.flow, whole=static.whole, **options)
-    spread, merged, d_begin = back
+    parts, d_begin = None, None
+    if begin is None and where.flow is None:
+        parts = roots.parts_of(q, d_o, static.slots, static.whole, static.config)
+    if parts is not None:
+        spread, merged = adjoints.adjoint(q, d_o, given, states, d_last, parts, **options)
+    else:
+        back = walks.adjoint(q, d_o, given, states, first, d_last, where.flow, whole=static.whole, **options)
+        spread, merged, d_begin = back
     blocks = reads.Blocks(where.numbers, where.codes)
     d_q, d_k, d_u, *sums = gradients.gradients(q, k, u, given, states, first, spread, d_o, blocks, **options)
     number, whole = blocks_in_documents(where, static, k.shape[1] // BLOCK)

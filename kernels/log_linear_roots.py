@@ -1,0 +1,461 @@
+"""The cotangents of log-linear linear attention's states where a row is one document: parts of the time at once. Here
+the first two of three programs, and their sizes.
+
+State s ends before block s and has the level l of the lowest set bit of s; the blocks s to s + 2^l - 1 read it, and it
+merges into state s + 2^l at the end of the last of them, or is one of the row's last. Its cotangent is
+
+    E_s = sum over the tokens that read it of c_l q dO^T  +  f_l E_(s + 2^l), or what is given for the row's last
+
+with the letters of `log_linear_states.py`, whose `adjoint` goes through a row's blocks one by one and serves all rows.
+Here a part is 2^near blocks, and a root the state that ends with a part. Three programs:
+
+    far      sums of c q dO^T over the blocks that read a root, at most SPAN of them a program: products alone
+    roots    E of the roots from these sums, backwards; df = <S, E> of where they merge
+    spread   E of all states, in `log_linear_adjoint.py`: from its root on a part needs no other one
+
+Channels are flat as in `log_linear.py`; a tile is 64 columns of V, and states are [V, K].
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from efla_jax.kernels.log_linear import (
+    COMPUTE_REGISTERS,
+    LOADER_REGISTERS,
+    SHARED_MEMORY,
+    Config,
+    Gates,
+    drain,
+    flat,
+    wait_for_release,
+)
+from efla_jax.kernels.log_linear_pairs import BLOCK, INSIDE, SINCE, SUM, TILE, f32
+from efla_jax.kernels.log_linear_states import copy_out, loaded, time_of
+from efla_jax.kernels.mosaic import (
+    WGMMA,
+    accumulated,
+    by_column,
+    left_operand,
+    narrow_indices,
+    parameters,
+    shared,
+    staging,
+    transposed,
+)
+
+SPAN = 32  # blocks of a program of `far`
+WIDTH = 32  # columns of K of a program of `roots`
+WEIGHT, SUMS, FADE = range(3)  # rows of the gates of a block
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Sizes of a call: B, blocks and how many of them are whole, columns of all values, K, heads, heads that read a key
+    head, slots, and levels of the states inside a part."""
+
+    batch: int
+    blocks: int
+    whole: int
+    values: int
+    key_dim: int
+    heads: int
+    group: int
+    slots: int
+    near: int
+
+    @property
+    def size(self) -> int:
+        """Blocks of a part."""
+        return 1 << self.near
+
+    @property
+    def roots(self) -> int:
+        return self.whole >> self.near
+
+    @property
+    def count(self) -> int:
+        return -(-self.blocks // self.size)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the last part has no root."""
+        return self.count > self.roots
+
+    @property
+    def upper(self) -> int:
+        """Levels of the roots."""
+        return self.slots - self.near
+
+    @property
+    def tiles(self) -> int:
+        return self.values // TILE
+
+    @property
+    def together(self) -> int:
+        """Tiles of a program of `far`, which read one key head."""
+        return 2 - self.tiles // (self.heads // self.group) % 2
+
+    def head(self, tile):
+        return lax.div(tile, self.tiles // self.heads)
+
+    def lanes(self, tile):
+        return pl.ds(tile * TILE, TILE)
+
+    def channels(self, tile):
+        """Of q, all key heads' side by side."""
+        return lax.div(self.head(tile), self.group) * self.key_dim
+
+    def gates(self, block, tile):
+        return block * self.heads + self.head(tile)
+
+    def level(self, root: int) -> int:
+        """Of a root, among the roots' levels."""
+        return min((root & -root).bit_length(), self.upper) - 1
+
+    @functools.cached_property
+    def reads(self) -> np.ndarray:
+        """[programs, 4] int32 of `far`, those about the same time side by side: slot, first block, blocks, and which of
+        the sums, which are in the order of the roots."""
+        found = []
+        for root in range(1, self.roots + 1):
+            slot, first = self.near + self.level(root), root << self.near
+            last = min(first + (1 << slot), self.blocks)
+            found += [(slot, at, min(SPAN, last - at)) for at in range(first, last, SPAN)]
+        rows = [(*row, i) for i, row in enumerate(found)]
+        rows = sorted(rows, key=lambda row: (row[1] // SPAN, -row[2]))
+        return np.array(rows or [(self.near, 0, 0, 0)], np.int32)
+
+    @functools.cached_property
+    def merges(self) -> np.ndarray:
+        """[roots, 4] int32: level, level of what it merges into or -1, first of its sums and how many."""
+        rows, first = [], 0
+        for root in range(1, self.roots + 1):
+            level, begins = self.level(root), root << self.near
+            blocks = min(1 << (level + self.near), self.blocks - begins)
+            count, into = -(-blocks // SPAN), root + (1 << level)
+            rows.append((level, self.level(into) if into <= self.roots else -1, first, count))
+            first += count
+        return np.array(rows, np.int32)
+
+
+def parts_of(q, d_o, slots: int, whole: int, config: Config) -> Parts | None:
+    """Sizes of a call, or None where it has no two parts or too few levels."""
+    batch, time, key_heads, key_dim = q.shape
+    heads, value_dim = d_o.shape[2:]
+    values, group = heads * value_dim, heads // key_heads
+    sizes = Parts(batch, time // BLOCK, whole, values, key_dim, heads, group, slots, config.near)
+    return sizes if config.near > 0 and sizes.upper > 0 and sizes.roots > 0 and sizes.count > 1 else None
+
+
+@narrow_indices()
+def launch(name: str, compute, load, x, out, memory, scratch, grid: dict, groups: int, config, interpret):
+    """Run a program on the named grid: compute(x, memory, results, scratch) by so many warpgroups, load(x, memory) by
+    one more."""
+    arrays, inputs = jax.tree.flatten(x)
+    buffers, memories = jax.tree.flatten(memory)
+
+    def body(*refs):
+        x, refs = inputs.unflatten(refs[: len(arrays)]), refs[len(arrays) :]
+        results, refs = refs[: len(out)], refs[len(out) :]
+        own, group = memories.unflatten(refs[: len(buffers)]), lax.axis_index("group")
+
+        @pl.when(group == groups)
+        def _():
+            if groups > 1:
+                plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
+            load(x, own)
+
+        @pl.when(group < groups)
+        def _():
+            if groups > 1:
+                plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            compute(x, own, results, [ref.at[lax.rem(group, groups)] for ref in refs[len(buffers) :]])
+            plgpu.wait_smem_to_gmem(0)
+
+    body.__name__ = name
+    return plgpu.kernel(
+        body,
+        out_type=out,
+        scratch_types=[*buffers, *scratch],
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=groups + 1,
+        thread_name="group",
+        compiler_params=parameters(config.automatic_barriers),
+        interpret=interpret,
+    )(*arrays)
+
+
+def coefficients(row, gates, slot) -> None:
+    """Write to `row` [128] in shared memory the coefficient of the state of this slot, of each token: its weight, which
+    is in a row of the gates, times the decay since the state's end. gates: weight, G / ln 2, fade."""
+    weight, sums, fade = gates
+    by_thread = plgpu.Layout.WG_STRIDED((BLOCK,), vec_size=1)
+    decay = jnp.exp2(plgpu.load(sums, layout=by_thread) + fade[SINCE + slot])
+    row[...] = plgpu.load(weight, layout=by_thread) * decay
+
+
+def weighted(d_o, row) -> jax.Array:
+    """dO^T [64, 128] times the coefficients, in 16 bits."""
+    return (d_o.astype(f32) * by_column(row, TILE)).astype(d_o.dtype)
+
+
+# ---- far ------------------------------------------------------------------------------------------------------------
+
+
+class FarReads(NamedTuple):
+    """In global memory: q, dO, channels flat; gates; `Parts.reads`."""
+
+    q: Any
+    d_o: Any
+    gates: Gates
+    table: Any
+
+
+class FarMemory(NamedTuple):
+    """Shared memory, by stage: q [128, K]; dO [tiles, 128, 64]; gates [tiles, 3, 128]; barriers of loads and of their
+    release."""
+
+    q: Any
+    d_o: Any
+    gates: Any
+    full: Any
+    empty: Any
+
+
+def far_program(x: FarReads, sizes: Parts):
+    """Row of the batch; slot, first block, blocks and which of the sums; first tile."""
+    program = lax.axis_index("program")
+    return lax.axis_index("row"), [x.table[program, i] for i in range(4)], lax.axis_index("tiles") * sizes.together
+
+
+def load_far(x: FarReads, memory: FarMemory, sizes: Parts) -> None:
+    (row, (slot, first, blocks, _), tile), stages = far_program(x, sizes), memory.q.shape[0]
+
+    def block(n, _):
+        wait_for_release(memory.empty, n, stages)
+        c, stage = first + n, lax.rem(n, stages)
+        barrier, keys = memory.full.at[stage], pl.ds(sizes.channels(tile), sizes.key_dim)
+        plgpu.copy_gmem_to_smem(x.q.at[row, time_of(c), keys], memory.q.at[stage], barrier)
+        for i in range(sizes.together):
+            lanes, which, target = sizes.lanes(tile + i), sizes.gates(c, tile + i), memory.gates.at[stage, i]
+            plgpu.copy_gmem_to_smem(x.d_o.at[row, time_of(c), lanes], memory.d_o.at[stage, i], barrier)
+            plgpu.copy_gmem_to_smem(x.gates.levels.at[row, which, INSIDE + slot], target.at[WEIGHT], barrier)
+            plgpu.copy_gmem_to_smem(x.gates.vectors.at[row, which, SUM], target.at[SUMS], barrier)
+            plgpu.copy_gmem_to_smem(x.gates.fade.at[row, which], target.at[FADE], barrier)
+
+    lax.fori_loop(0, blocks, block, None)
+    drain(memory.empty, blocks, stages)
+
+
+def add_far(x: FarReads, memory: FarMemory, sums, vector, left, sizes: Parts) -> None:
+    """A computing warpgroup of `far`: a tile."""
+    (row, (slot, _, blocks, target), tile), group = far_program(x, sizes), lax.axis_index("group")
+
+    def add(acc):
+        def block(n, _):
+            stage = lax.rem(n, memory.q.shape[0])
+            plgpu.barrier_wait(memory.full.at[stage])
+            rows = memory.gates.at[stage, group]
+            coefficients(vector, [rows.at[i] for i in range(3)], slot)
+            plgpu.commit_smem()
+            values = weighted(transposed(memory.d_o.at[stage, group]), vector)
+            plgpu.wgmma(acc, left_operand(values, left), memory.q.at[stage])
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(memory.empty.at[stage])
+
+        lax.fori_loop(0, blocks, block, None)
+        return accumulated(acc, wait_n=0)
+
+    total = pl.run_scoped(add, plgpu.ACC((TILE, sizes.key_dim), f32))
+    sums[row, target, sizes.lanes(tile + group)] = total
+
+
+def far_reads(q, d_o, gates: Gates, sizes: Parts, config: Config, interpret) -> jax.Array:
+    """Sums [B, programs, H V, K] float32 of c dO q^T over the blocks of each row of `Parts.reads`."""
+    dtype, count, table = d_o.dtype, sizes.together, sizes.reads
+    each = 2 * BLOCK * (sizes.key_dim + count * TILE) + 12 * BLOCK * count
+    stages = min(config.walk_stages, (SHARED_MEMORY - 4096) // each)
+    memory = FarMemory(
+        q=shared(stages, BLOCK, sizes.key_dim, dtype=dtype),
+        d_o=shared(stages, count, BLOCK, TILE, dtype=dtype),
+        gates=plgpu.SMEM((stages, count, 3, BLOCK), f32),
+        full=plgpu.Barrier(num_arrivals=1 + 4 * count, num_barriers=stages),
+        empty=plgpu.Barrier(num_arrivals=count, num_barriers=stages),
+    )
+
+    def compute(x: FarReads, memory: FarMemory, results, scratch):
+        vector, left = (*scratch, None)[:2]
+        add_far(x, memory, results[0], vector, left, sizes)
+
+    x = FarReads(flat(q), flat(d_o), gates, jnp.asarray(table))
+    out = [jax.ShapeDtypeStruct((sizes.batch, len(table), sizes.values, sizes.key_dim), f32)]
+    scratch = [plgpu.SMEM((count, BLOCK), f32), *staging([(TILE, BLOCK)], dtype, interpret, count)]
+    grid = dict(row=sizes.batch, program=len(table), tiles=sizes.tiles // count)
+    load = functools.partial(load_far, sizes=sizes)
+    (sums,) = launch("log_linear_far", compute, load, x, out, memory, scratch, grid, count, config, interpret)
+    return sums
+
+
+# ---- roots ----------------------------------------------------------------------------------------------------------
+
+
+class Rooted(NamedTuple):
+    """In global memory: sums as `far_reads` gives them; last [B, slots, H V, K] float32: the cotangents of the row's
+    last; fade and states as `log_linear.Inputs` has them; `Parts.merges`."""
+
+    sums: Any
+    last: Any
+    fade: Any
+    states: Any
+    table: Any
+
+
+class RootMemory(NamedTuple):
+    """Shared memory: a ring of summands [64, 32] and one of states and rows of fade, with their barriers; E of the last
+    root of each level; sums on their way out."""
+
+    summands: Any
+    summand_full: Any
+    summand_empty: Any
+    states: Any
+    fade: Any
+    full: Any
+    empty: Any
+    stack: Any
+    out: Any
+
+
+SUMMANDS, STATES = 4, 2  # loaded ahead
+
+
+class RootPlace(NamedTuple):
+    """A program: row of the batch, tile, part of K, and their columns and channels."""
+
+    row: Any
+    tile: Any
+    part: Any
+    lanes: Any
+    keys: Any
+
+    @classmethod
+    def here(cls, sizes: Parts) -> "RootPlace":
+        row, tile, part = (lax.axis_index(name) for name in ("row", "tile", "part"))
+        return cls(row, tile, part, sizes.lanes(tile), pl.ds(part * WIDTH, WIDTH))
+
+
+def load_roots(x: Rooted, memory: RootMemory, sizes: Parts) -> None:
+    row, tile, _, lanes, keys = RootPlace.here(sizes)
+
+    def load_summand(number, source):
+        wait_for_release(memory.summand_empty, number, SUMMANDS)
+        place = lax.rem(number, SUMMANDS)
+        plgpu.copy_gmem_to_smem(source, memory.summands.at[place], memory.summand_full.at[place])
+
+    def root(n, counts):
+        (summands, merged), at = counts, sizes.roots - 1 - n
+        level, into, first, count = (x.table[at, i] for i in range(4))
+
+        def summand(i, _):
+            load_summand(summands + i, x.sums.at[row, first + i, lanes, keys])
+
+        lax.fori_loop(0, count, summand, None)
+
+        @pl.when(into < 0)
+        def _():
+            load_summand(summands + count, x.last.at[row, sizes.near + level, lanes, keys])
+
+        @pl.when(into >= 0)
+        def _():
+            wait_for_release(memory.empty, merged, STATES)
+            place, begins = lax.rem(merged, STATES), (at + 1) << sizes.near
+            ends, barrier = begins + (jnp.int32(1) << (sizes.near + level)) - 1, memory.full.at[place]
+            plgpu.copy_gmem_to_smem(x.states.at[row, begins, lanes, keys], memory.states.at[place], barrier)
+            plgpu.copy_gmem_to_smem(x.fade.at[row, sizes.gates(ends, tile)], memory.fade.at[place], barrier)
+
+        merges = (into >= 0).astype(jnp.int32)
+        return summands + count + 1 - merges, merged + merges
+
+    summands, merged = lax.fori_loop(0, sizes.roots, root, (jnp.int32(0), jnp.int32(0)))
+    drain(memory.summand_empty, summands, SUMMANDS)
+    drain(memory.empty, merged, STATES)
+
+
+def add_roots(x: Rooted, memory: RootMemory, spread, products, sizes: Parts) -> None:
+    """The computing warpgroup of `roots`."""
+    row, tile, part, lanes, keys = RootPlace.here(sizes)
+    zero = plgpu.layout_cast(jnp.zeros((TILE, WIDTH), f32), WGMMA)
+
+    def root(n, counts):
+        (summands, merged), at = counts, sizes.roots - 1 - n
+        level, into, _, count = (x.table[at, i] for i in range(4))
+        merges = (into >= 0).astype(jnp.int32)
+
+        def summand(i, total):
+            place = lax.rem(summands + i, SUMMANDS)
+            plgpu.barrier_wait(memory.summand_full.at[place])
+            total = total + loaded(memory.summands.at[place])
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(memory.summand_empty.at[place])
+            return total
+
+        total = lax.fori_loop(0, count + 1 - merges, summand, zero)
+
+        @pl.when(merges > 0)
+        def _():
+            place = lax.rem(merged, STATES)
+            plgpu.barrier_wait(memory.full.at[place])
+            above = loaded(memory.stack.at[into])
+            product = jnp.sum(loaded(memory.states.at[place]).astype(f32) * above, axis=1)
+            cotangent = total + memory.fade[place, sizes.near + level] * above
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(memory.empty.at[place])
+            memory.stack.at[level][...] = cotangent
+            spread[row, at, lanes, keys] = cotangent
+            copy_out(product, memory.out, products.at[row, at, tile * (sizes.key_dim // WIDTH) + part])
+
+        @pl.when(merges == 0)
+        def _():
+            memory.stack.at[level][...] = total
+            spread[row, at, lanes, keys] = total
+
+        return summands + count + 1 - merges, merged + merges
+
+    lax.fori_loop(0, sizes.roots, root, (jnp.int32(0), jnp.int32(0)))
+
+
+def root_cotangents(sums, last, gates: Gates, states, sizes: Parts, config: Config, interpret) -> tuple:
+    """(E of the roots [B, roots, H V, K] float32; <S, E> [B, roots, H] float32 by the root that merged, with anything
+    where none did)."""
+    table, parts, dtype = sizes.merges, sizes.key_dim // WIDTH, states.dtype
+    memory = RootMemory(
+        summands=shared(SUMMANDS, TILE, WIDTH, dtype=f32),
+        summand_full=plgpu.Barrier(num_arrivals=1, num_barriers=SUMMANDS),
+        summand_empty=plgpu.Barrier(num_arrivals=1, num_barriers=SUMMANDS),
+        states=shared(STATES, TILE, WIDTH, dtype=dtype),
+        fade=plgpu.SMEM((STATES, BLOCK), f32),
+        full=plgpu.Barrier(num_arrivals=2, num_barriers=STATES),
+        empty=plgpu.Barrier(num_arrivals=1, num_barriers=STATES),
+        stack=shared(sizes.upper, TILE, WIDTH, dtype=f32),
+        out=plgpu.SMEM((TILE,), f32),
+    )
+
+    def compute(x: Rooted, memory: RootMemory, results, _):
+        add_roots(x, memory, results[0], results[1], sizes)
+
+    x, shape = Rooted(sums, last, gates.fade, states, jnp.asarray(table)), jax.ShapeDtypeStruct
+    out = [
+        shape((sizes.batch, sizes.roots, sizes.values, sizes.key_dim), f32),
+        shape((sizes.batch, sizes.roots, sizes.tiles * parts, TILE), f32),
+    ]
+    grid, load = dict(row=sizes.batch, tile=sizes.tiles, part=parts), functools.partial(load_roots, sizes=sizes)
+    spread, products = launch("log_linear_roots", compute, load, x, out, memory, [], grid, 1, config, interpret)
+    return spread, products.reshape(sizes.batch, sizes.roots, sizes.heads, -1).sum(3)
