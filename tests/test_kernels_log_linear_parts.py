@@ -1,5 +1,5 @@
-"""Cotangents of log-linear linear attention's states by parts of a row: three programs in Mosaic's interpreter, with its
-race detector, against the rule of states, and their tables. `test_kernels_log_linear.py` has them in gradients."""
+"""Cotangents of log-linear linear attention's states by parts of a row: three programs in Mosaic's interpreter, with
+its race detector, against the rule of states, and their tables. `test_kernels_log_linear.py` has them in gradients."""
 
 import os
 
