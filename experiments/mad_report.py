@@ -107,16 +107,27 @@ def panel(rows: list[dict], score: str) -> metrics.Panel:
                          points=True)  # fmt: skip
 
 
+def grids(rows: list[dict]) -> str:
+    """Which rates and decays the runs have, task by task unless all are alike."""
+    found: dict[str, str] = {}
+    for task in TASKS:
+        if own := [row for row in rows if row["task"] == task]:
+            rates, decays = (", ".join(f"{value:g}" for value in sorted({row[name] for row in own}))
+                             for name in ("learning_rate", "weight_decay"))  # fmt: skip
+            found[task] = f"rates {rates} and decays {decays}"
+    alike = len(set(found.values())) == 1
+    return next(iter(found.values())) if alike else "; ".join(f"of {task} {grid}" for task, grid in found.items())
+
+
 def write(folder: pathlib.Path, out: pathlib.Path, draw: Callable = metrics.plot_lines) -> None:
     """runs.csv, table.md and mad.png in the folder `out`."""
     rows = read(folder)
     runs.write_runs(out, rows)
-    rates, decays = (", ".join(f"{value:g}" for value in sorted({row[name] for row in rows}))
-                     for name in ("learning_rate", "weight_decay"))  # fmt: skip
-    note = (f"held out, in %, at the end of training, best of rates {rates} and decays {decays}, mean ± deviation over"
-            " seeds (how many)")  # fmt: skip
+    note = ("held out, in %, at the end of training, the best of all ended runs of a seed, mean ± deviation over seeds"
+            " (how many)")  # fmt: skip
     means = {"macro": "macro accuracy (mean over classes, as published)", "micro": "micro accuracy (mean over targets)"}
     text = "\n\n".join(f"{means[score].capitalize()} {note}.\n\n{table(rows, score)}" for score in SCORES)
+    text += f"\n\nEnded runs: {grids(rows)}. With --first others of a seed that got to the goal have not ended."
     (out / "table.md").write_text(text + "\n")
     draw([panel(rows, score) for score in SCORES], out / "mad.png")
     print(f"{text}\n\nwritten: {out}/table.md, runs.csv, mad.png")

@@ -439,7 +439,11 @@ def test_a_report_takes_the_best_of_a_setting_and_means_over_settings_and_tasks(
     assert "| efla, published | 43.8 | 22.6 | 100.0 | 32.5 | 100.0 | 99.8 | 66.4 | |" in macro
     assert "| delta_net, published | 42.7 | 22.2 | 99.9 | 29.9 | 99.9 | 99.6 | 65.7 | |" in macro
     assert "published |" not in micro
-    assert "at the end of training, best of rates 0.0001, 0.0005, 0.001 and decays 0, 0.1" in macro
+    assert "at the end of training, the best of all ended runs of a seed" in macro
+    assert "of compression rates 0.0001, 0.001 and decays 0, 0.1; of memorization rates 0.0005 and decays 0." in micro
+    assert mad_report.grids([row for row in mad_report.read(runs) if row["task"] == "memorization"]) == (
+        "rates 0.0005 and decays 0"
+    )
     assert (tmp_path / "out" / "mad.png").stat().st_size > 10_000
     with open(tmp_path / "out" / "runs.csv", newline="") as file:
         rows = list(csv.DictReader(file))
