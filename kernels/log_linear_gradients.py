@@ -42,6 +42,7 @@ from efla_jax.kernels.log_linear_pairs import (
     READS,
     ROWS,
     TILE,
+    WEIGHTS,
     by_level,
     decays,
     f32,
@@ -93,8 +94,9 @@ def add_product(total, a, right, left, interpret) -> jax.Array:
 # ---- queries ------------------------------------------------------------------------------------------------------
 
 
-def query_pairs(memory: Memory, slot, sums, group, own: bool) -> jax.Array:
-    """M . b [64, 64] in 16 bits of the own pairs or then of the others, while their sums by level are written."""
+def query_pairs(memory: Memory, slot, sums, balance, group, own: bool) -> tuple[jax.Array, jax.Array]:
+    """M . b [64, 64] in 16 bits of the own pairs or then of the others, while their sums by level are written; the
+    balance [64] and what these sums weigh, but for pairs of a token with itself."""
     gates, codes = memory.gates.at[slot], memory.codes
     here, there = rows_of(group), rows_of(group if own else 1 - group)
     u, d_o = memory.values.at[slot, 0, there], memory.values.at[slot, 1, here]
@@ -103,16 +105,22 @@ def query_pairs(memory: Memory, slot, sums, group, own: bool) -> jax.Array:
     mixed = pairs * scores
     sums_by_level = by_level(gates, codes, group, mixed, own)
     for level, total in zip(levels_of(codes, own), sums_by_level, strict=True):
+        if level > 0:
+            balance = balance + vector(gates.at[WEIGHTS + level, here]) * total
         if codes is not None and not own:
             total = total + plgpu.load(sums.at[level], layout=WGMMA.reduce(1), optimized=False)
         sums.at[level][...] = total
-    return (pairs * weights_of(gates, codes, group, own=own, transposed=False)).astype(memory.q.dtype)
+    weighted = pairs * weights_of(gates, codes, group, own=own, transposed=False)
+    return weighted.astype(memory.q.dtype), balance
 
 
-def query_gradients(task: Task, memory: Memory, d_q, sums_g, sums, left, interpret) -> None:
+def query_gradients(task: Task, memory: Memory, results, sums, balances, left, interpret) -> None:
     """A compute warpgroup of `queries`: all tiles."""
     number, stages, live, key_dim = lax.axis_index("group"), memory.values.shape[0], task.live, task.sizes.key_dim
-    wide = plgpu.ACC((ROWS, key_dim), f32)
+    (d_q, sums_g, balances_g), wide = results, plgpu.ACC((ROWS, key_dim), f32)
+    none = plgpu.layout_cast(jnp.zeros((ROWS,), f32), WGMMA.reduce(1))
+    for level in range(INSIDE, task.sizes.levels):  # states that the block does not read
+        sums.at[level][...] = none
     plgpu.barrier_wait(memory.keys)
 
     def tile(i, total):
@@ -122,24 +130,24 @@ def query_gradients(task: Task, memory: Memory, d_q, sums_g, sums, left, interpr
         here = rows_of(group)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        def add_pairs(total, own: bool):
-            pairs = query_pairs(memory, slot, sums, group, own)
+        def add_pairs(total, balance, own: bool):
+            pairs, balance = query_pairs(memory, slot, sums, balance, group, own)
             keys = memory.k.at[rows_of(group if own else 1 - group)]
-            return add_product(total, pairs, keys, left, interpret)
+            return add_product(total, pairs, keys, left, interpret), balance
 
-        def without_others(total):
-            sums.at[OTHER][...] = plgpu.layout_cast(jnp.zeros((ROWS,), f32), WGMMA.reduce(1))
-            return total
+        def without_others(*so_far):
+            sums.at[OTHER][...] = none
+            return so_far
 
-        total = add_pairs(total, True)
+        so_far = add_pairs(total, none, True)
         if memory.codes is None:  # no token of the first half reads one of the second
-            total = lax.cond(number > 0, lambda total: add_pairs(total, False), without_others, total)
+            so_far = lax.cond(number > 0, lambda *x: add_pairs(*x, False), without_others, *so_far)
         else:
-            total = add_pairs(total, False)
+            so_far = add_pairs(*so_far, False)
         q = plgpu.load(memory.q.at[here], layout=WGMMA, optimized=False).astype(f32)
 
         def read(m, carry):
-            total, left_of = carry
+            (total, balance), left_of = carry
             place = lax.rem(i * live + m, memory.states.shape[0])
             plgpu.barrier_wait(memory.state_full.at[place])
             level = lowest_level(left_of)
@@ -150,18 +158,22 @@ def query_gradients(task: Task, memory: Memory, d_q, sums_g, sums, left, interpr
                 decay = since_state(gates, here, level)
                 weight = vector(gates.at[READS + level, here]) * decay
                 seen = accumulated(acc, wait_n=0)
-                sums.at[INSIDE + level][...] = jnp.sum(q * seen, axis=1) * decay
-                return total + seen * lax.broadcast_in_dim(weight, (ROWS, key_dim), (0,))
+                product = jnp.sum(q * seen, axis=1)
+                sums.at[INSIDE + level][...] = product * decay
+                wide_weight = lax.broadcast_in_dim(weight, (ROWS, key_dim), (0,))
+                return total + seen * wide_weight, balance + product * weight
 
-            total = pl.run_scoped(multiply, wide)
+            so_far = pl.run_scoped(multiply, wide)
             plgpu.barrier_arrive(memory.state_empty.at[place])
-            return total, without_lowest(left_of)
+            return so_far, without_lowest(left_of)
 
-        total, _ = lax.fori_loop(0, live, read, (total, task.number))
+        (total, balance), _ = lax.fori_loop(0, live, read, (so_far, task.number))
         plgpu.barrier_arrive(memory.empty.at[slot])
+        balances[...] = balance
         plgpu.commit_smem()
         row = task.block * task.sizes.columns + task.tile(i)
         plgpu.copy_smem_to_gmem(sums, sums_g.at[task.row, row, :, rows_of(number)])
+        plgpu.copy_smem_to_gmem(balances, balances_g.at[task.row, row, rows_of(number)])
         return total
 
     zero = plgpu.layout_cast(jnp.zeros((ROWS, key_dim), f32), WGMMA)
@@ -248,12 +260,12 @@ def through_states(memory: Memory, slot, group, total, left, interpret) -> tuple
 def gradients(
     q, k, u, gates: Gates, states, first, spread, d_o, where: Blocks, *, config: Config, interpret=None
 ) -> tuple:
-    """(dq, dk [B, T, G, K] float32, dU [B, T, H, V], of_queries [B, N H, 8 + slots, 128], of_keys [B, N H, 2, 128]
-    float32), with anything in empty blocks but zeros in dq and dk.
+    """(dq, dk [B, T, G, K] float32, dU [B, T, H, V], of_queries [B, N H, 8 + slots, 128], balance [B, N H, 128] and
+    of_keys [B, N H, 2, 128] float32), with anything in empty blocks but zeros in dq and dk.
 
     Arguments as in `log_linear.read_out`; d_o like u; spread [B, N, H V, K] the cotangents of what blocks write.
-    of_queries: dw by level, with anything where a block does not read it. of_keys: the
-    sums over queries of M . b . Q K^T without its diagonal, and da."""
+    of_queries: dw by level. balance: the sum of w . dw over the levels but that of a token's pair with itself. of_keys:
+    the sums over queries of M . b . Q K^T without its diagonal, and da."""
     sizes, dtype = Sizes.of(k, u, gates, config), u.dtype
     batch, blocks, heads, rows = sizes.batch, sizes.blocks, sizes.heads, sizes.levels
     x = Inputs(flat(q), flat(k), (flat(u), flat(d_o)), gates)
@@ -262,16 +274,16 @@ def gradients(
     left = staging([(ROWS, ROWS)], dtype, interpret, GROUPS)
 
     def queries(task, memory, results, scratch):
-        query_gradients(task, memory, *results, *(scratch if interpret is not None else [*scratch, None]), interpret)
+        query_gradients(task, memory, results, *(scratch if interpret is not None else [*scratch, None]), interpret)
 
     reading = x._replace(states=states, first=first)
-    d_q, of_queries = launch(
+    d_q, of_queries, balances = launch(
         "log_linear_queries",
         queries,
         reading,
-        [keys, shape((batch, blocks * sizes.columns, rows, BLOCK), f32)],
-        memory_for(sizes, config, reading, sizes.rows, beside=4 * BLOCK * rows),
-        [plgpu.SMEM((GROUPS, rows, ROWS), f32), *left],
+        [keys, *(shape((batch, blocks * sizes.columns, *each, BLOCK), f32) for each in ((rows,), ()))],
+        memory_for(sizes, config, reading, sizes.rows, beside=4 * BLOCK * (rows + 1)),
+        [plgpu.SMEM((GROUPS, rows, ROWS), f32), plgpu.SMEM((GROUPS, ROWS), f32), *left],
         sizes,
         config,
         interpret,
@@ -292,5 +304,5 @@ def gradients(
         config,
         interpret,
     )
-    sums = (x.reshape(batch, blocks * heads, -1, *x.shape[2:]).sum(2) for x in (of_queries, of_keys_))
+    sums = (x.reshape(batch, blocks * heads, -1, *x.shape[2:]).sum(2) for x in (of_queries, balances, of_keys_))
     return d_q.sum(0).reshape(q.shape), d_k.sum(0).reshape(k.shape), d_u.reshape(u.shape), *sums

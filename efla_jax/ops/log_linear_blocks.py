@@ -34,6 +34,17 @@ def summed(g: jax.Array, seen: np.ndarray) -> jax.Array:
     return jnp.einsum("bnhj,ij->bnhi", g, seen.astype(np.float32), precision=lax.Precision.HIGHEST)
 
 
+def sums_to(g: jax.Array) -> jax.Array:
+    """Sums over the last axis up to each place: a window each, of sixteenths first, and no difference of two sums."""
+    return lax.cumsum(g, axis=g.ndim - 1)
+
+
+def sums_behind(g: jax.Array) -> jax.Array:
+    """As `sums_to`, of all that is behind each place."""
+    behind = jnp.pad(g[..., 1:], ((0, 0),) * (g.ndim - 1) + ((0, 1),))
+    return lax.cumsum(behind, axis=g.ndim - 1, reverse=True)
+
+
 def since_states(sums: jax.Array) -> list[jax.Array]:
     """By level j, the log decay [B, N, H] from the end of the run of blocks of that level that a block reads to the
     block's start, for one block more than sums [B, P, H] has, filled up to a power of two."""
@@ -71,7 +82,9 @@ def gates_of(total, behind, weights, since: list[jax.Array], begun=None, own=Non
     levels = weights.reshape(*weights.shape[:3], -1).swapaxes(2, 3).reshape(weights.shape[0], -1, wanted, BLOCK)
     vectors = jnp.stack([total / LN2, jnp.exp(behind)], axis=3).reshape(levels.shape[0], -1, 2, BLOCK)
     decays, sums = jnp.stack(since, axis=3), total[..., -1:]
-    first = [jnp.exp(decays + sums)] + ([] if begun is None else [begun[..., None]])
+    # Made once: what fills up their rows to 128 would make them for every column.
+    decays, merged = lax.optimization_barrier((decays, jnp.exp(decays + sums)))
+    first = [merged] + ([] if begun is None else [begun[..., None]])
     empty = jnp.zeros((*sums.shape[:3], SINCE - len(since) - len(first) + 1), jnp.float32)
     fade = jnp.concatenate([*first, empty, decays / LN2], axis=3)
     fade = jnp.pad(fade, ((0, 0),) * 3 + ((0, BLOCK - fade.shape[3]),)).reshape(-1, levels.shape[1], BLOCK)
@@ -137,7 +150,8 @@ def _backward(static, residuals, cotangents):
     blocks = reads.Blocks(where.numbers, where.codes)
     d_q, d_k, d_u, *sums = gradients.gradients(q, k, u, given, states, first, spread, d_o, blocks, **options)
     number, whole = blocks_in_documents(where, static, k.shape[1] // BLOCK)
-    d_gates = gate_gradients(gates, *sums, merge_gradients(merged, number, whole), number)
+    d_merged, empties = merge_gradients(merged, number, whole), where.numbers is not None
+    d_gates = gate_gradients(gates, *sums, d_merged, number, empties)
     if begin is not None:
         d_begin, d_begun = begin_gradients(gates.fade, begin, d_begin, number, u.shape[2])
         d_gates = d_gates._replace(fade=d_gates.fade.at[:, : u.shape[2], static.slots].set(d_begun))
@@ -158,20 +172,16 @@ def blocks_in_documents(where: Where, static: Static, blocks: int) -> tuple[jax.
     return where.numbers, flow & 1 != 0
 
 
-def gate_gradients(gates: Gates, of_queries, of_keys, d_merged, number) -> Gates:
-    """Cotangents of the gates, a select where the kernels write nothing; d_merged [B, N H, slots] those of the decays
-    of merges."""
-    levels, heads = of_queries.shape[2], of_queries.shape[1] // number.shape[1]
-    slots = levels - INSIDE
-    bits = jnp.concatenate([jnp.ones((*number.shape, INSIDE), bool), number[..., None] >> np.arange(slots) & 1 == 1], 2)
-    live = jnp.repeat(bits & (number >= 0)[..., None], heads, axis=1)[..., None]
-    d_levels = jnp.where(live, of_queries, 0.0)
+def gate_gradients(gates: Gates, of_queries, balance, of_keys, d_merged, number, empties: bool) -> Gates:
+    """Cotangents of the gates, a select where the kernels write nothing, if there are empty blocks; d_merged [B, N H,
+    slots] those of the decays of merges."""
+    slots, d_levels = of_queries.shape[2] - INSIDE, of_queries
     # Decays are 2^(G_t - G_i) and 2^(G_t + since) in the units of the rows; a pair of a token with itself has none.
-    shares = (d_levels * gates.levels)[:, :, 1:]
-    d_total = LN2 * (jnp.sum(shares, axis=2) - of_keys[:, :, 0])
-    d_since = LN2 * jnp.sum(shares[:, :, INSIDE - 1 :], axis=3)
-    d_vectors = jnp.stack([d_total, of_keys[:, :, 1]], axis=2)
-    d_vectors = jnp.where(jnp.repeat(number >= 0, heads, axis=1)[..., None, None], d_vectors, 0.0)
+    d_vectors = jnp.stack([LN2 * (balance - of_keys[:, :, 0]), of_keys[:, :, 1]], axis=2)
+    if empties:
+        there = jnp.repeat(number >= 0, of_queries.shape[1] // number.shape[1], axis=1)[..., None, None]
+        d_levels, d_vectors = jnp.where(there, d_levels, 0.0), jnp.where(there, d_vectors, 0.0)
+    d_since = LN2 * jnp.sum(d_levels[:, :, INSIDE:] * gates.levels[:, :, INSIDE:], axis=3)
     empty = jnp.zeros((*d_merged.shape[:2], SINCE - slots), jnp.float32)
     d_fade = jnp.concatenate([d_merged, empty, d_since], axis=2)
     d_fade = jnp.pad(d_fade, ((0, 0), (0, 0), (0, BLOCK - d_fade.shape[2])))

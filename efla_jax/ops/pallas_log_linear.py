@@ -23,7 +23,8 @@ from efla_jax.ops.log_linear_blocks import (
     since_states,
     slots_for,
     solve,
-    summed,
+    sums_behind,
+    sums_to,
 )
 from efla_jax.ops.pallas import require_one_dtype
 from efla_jax.ops.pallas_log_linear_cells import laid_in_cells
@@ -44,7 +45,7 @@ def prepared(log_decay: jax.Array, level_weights: jax.Array, slots: int) -> Row:
     time = log_decay.shape[1]
     whole, count = time // BLOCK, -(-time // BLOCK)
     g = jnp.moveaxis(in_blocks(jnp.maximum(log_decay, FORGET), whole + 1), 2, 3)
-    total, behind = summed(g, np.tri(BLOCK)), summed(g, np.triu(np.ones((BLOCK, BLOCK)), 1))
+    total, behind = sums_to(g), sums_behind(g)
     since = (since_states(total[:, :whole, :, -1]) or [jnp.zeros_like(total[:, :, :, -1])])[:slots]
     since = [level[:, : whole + 1] for level in since]
     before = [level[:, :count] for level in since]

@@ -25,7 +25,8 @@ from efla_jax.ops.log_linear_blocks import (
     open_states,
     slots_for,
     solve,
-    summed,
+    sums_behind,
+    sums_to,
 )
 from efla_jax.ops.log_linear_cells import FULL, LAST, Cells, cells
 
@@ -98,7 +99,7 @@ def laid_in_cells(f: Fenwick, config, interpret) -> tuple[jax.Array, jax.Array]:
 
     q, k, u = (laid(a) for a in (x.q, x.k, x.u))
     weights, g = laid(f.level_weights), jnp.moveaxis(laid(jnp.maximum(x.log_decay, FORGET)), 2, 3)
-    total, behind = summed(g, np.tri(BLOCK)), summed(g, np.triu(np.ones((BLOCK, BLOCK)), 1))
+    total, behind = sums_to(g), sums_behind(g)
     sums = total[..., -1]
     at = jnp.broadcast_to(jnp.arange(count), number.shape)
     since = since_ends(sums, jnp.stack([at, jnp.maximum(number, 0)], axis=2), slots)
@@ -148,7 +149,7 @@ def last_states(f: Fenwick, where: Cells, number, slots: int, k, u, g, last, low
     opened = jnp.where(mine[:, None], here(g), 0.0)
     final = jnp.stack(since_ends(sums, jnp.stack([at, ending], axis=2), slots), axis=3)[:, 0]
     final = final + jnp.sum(opened, axis=2)[..., None]
-    behind = summed(opened[:, None], np.triu(np.ones((BLOCK, BLOCK)), 1))[:, 0]
+    behind = sums_behind(opened)
     position = jnp.where(mine, (end // BLOCK * BLOCK)[:, None] + own % BLOCK, 0)
     slot = jnp.where(mine, meeting_slot(end[:, None], position, levels), -1)
     states = add_slots(open_states(here(k), here(u), behind, slot, levels), last, final, end // BLOCK)
