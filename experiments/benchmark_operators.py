@@ -7,6 +7,7 @@ once: forward, arguments and outputs; backward, arguments and cotangents again, 
 reads twice or saves between its passes is not in it, so moved / time is at most the bandwidth of the memory.
 """
 
+import csv
 import math
 import pathlib
 import statistics
@@ -171,9 +172,10 @@ def heading() -> str:
 def by_length(rows: list[dict], column: str, form: str) -> str:
     """A Markdown table of one column: a line for each operator and pass, T across."""
     lengths, found = sorted({r["T"] for r in rows}), {(r["operator"], r["measured"], r["T"]): r[column] for r in rows}
-    lines = []
-    for r in rows:
-        if r["T"] == lengths[0]:
+    lines, seen = [], set()
+    for r in sorted(rows, key=lambda r: list(MEASURED).index(r["operator"])):
+        if (r["operator"], r["measured"]) not in seen:
+            seen.add((r["operator"], r["measured"]))
             sizes = f"{r['H']}, {r['G']}, {r['K']}, {r['V']}"
             values = {str(T): found.get((r["operator"], r["measured"], T), math.nan) for T in lengths}
             lines.append({"operator": r["operator"], "H, G, K, V": sizes, "pass": r["measured"]} | values)
@@ -192,7 +194,7 @@ def table(rows: list[dict]) -> str:
 def draw(rows: list[dict], out: pathlib.Path) -> None:
     """operators.png, ms over T; roofline.png, TB/s of what must move, below the card's bandwidth. Axes logarithmic."""
     card = BANDWIDTH.get(jax.devices()[0].device_kind)
-    levels = {"the memory's": card / 1e12} if card else {}
+    levels = {"of the memory": card / 1e12} if card else {}
     for column, label, file in (("ms", "ms", "operators"), ("tb_per_s", "TB/s that must move", "roofline")):
         panels = []
         for measured in PASSES:
@@ -209,18 +211,37 @@ def draw(rows: list[dict], out: pathlib.Path) -> None:
             metrics.plot_lines(panels, out / f"{file}.png")
 
 
+def earlier(out: pathlib.Path) -> list[dict]:
+    """The rows that a run of the same device, budget and dtype has left in the folder."""
+    if not (out / "operators.md").exists() or (out / "operators.md").read_text().splitlines()[0] != heading():
+        return []
+    with open(out / "operators.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    words, whole = ("operator", "measured"), ("T", "B", "H", "G", "K", "V")
+    of = {name: str for name in words} | {name: int for name in whole} | {"traced": lambda word: word == "True"}
+    return [{name: of.get(name, float)(word) for name, word in row.items()} for row in rows]
+
+
+def joined(rows: list[dict], fresh: list[dict]) -> list[dict]:
+    """The rows with fresh ones added, or in the places of those of the same operator, pass and length."""
+    found = {(r["T"], r["operator"], r["measured"]): r for r in [*rows, *fresh]}
+    order = list(MEASURED)
+    return sorted(found.values(), key=lambda r: (r["T"], order.index(r["operator"]), PASSES.index(r["measured"])))
+
+
 def by_budget() -> None:
-    """Measure all chosen operators over --lengths, longest last; every length is saved when it is done."""
+    """Measure all chosen operators over --lengths, longest last; every length is saved when it is done. Rows of an
+    earlier run in --out that are not measured again stay."""
     names, lengths, out = OPERATORS.value or list(MEASURED), numbers(LENGTHS, 1), pathlib.Path(OUT.value)
     if missing := [name for name in names if name not in MEASURED]:
         raise app.UsageError(f"--operators: {missing[0]!r} is not one of {list(MEASURED)}")
-    rows: list[dict] = []
+    rows = earlier(out)
     for length in lengths:
         for name in list(names):
             cases = [Case(name, length, BUDGET.value // length, DTYPE.value, both) for both in (False, True)]
             arguments = jax.block_until_ready(drawn(cases[0]))
             fresh = [row_of(case, arguments) for case in cases]
-            rows += fresh
+            rows = joined(rows, fresh)
             for r in fresh:
                 label = f"T={length:<7} {name:<22} {r['measured']:<17}"
                 print(f"{label} {r['ms']:10.3f} ms {r['tb_per_s']:6.2f} TB/s", flush=True)
