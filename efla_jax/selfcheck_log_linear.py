@@ -134,12 +134,7 @@ def truth_of(case: LogLinearCase, arguments: tuple) -> dict[str, jax.Array]:
 
 def beside(case: LogLinearCase, arguments: tuple, truth: dict[str, jax.Array]) -> dict[str, float]:
     """Errors of "chunked"."""
-    errors = errors_of(run(case, "chunked", arguments), truth)
-    if case.op == "log_linear_delta_rule":
-        # "chunked" sums all cotangents of the inverse before it takes them through it. In the kernels each goes through
-        # by itself, of 16-bit factors, which shows where keys are nearly parallel: dk then has the error of du.
-        errors["dk"] = max(errors["dk"], errors["du"])
-    return errors
+    return errors_of(run(case, "chunked", arguments), truth)
 
 
 def bar(case: LogLinearCase, name: str, beside: float) -> float:

@@ -19,7 +19,8 @@ A node and its right neighbour are a pair, kept side by side on every level: pai
 one document node i of a level is the i-th run of blocks; of other rows `Places` has the tables.
 
 nodes    a block, and one of (N, S): with Z = (-e K, out U) of both chunks, M1 = X1 Z1, M2 = X2 (Z2 - e K2 K1^T M1),
-         (N, S) = K1^T M1 + K2^T M2.
+         (N, S) = K1^T M1 + K2^T M2. Of nearly parallel keys the entries of e K2 K1^T are nearly equal, those of M1
+         nearly cancel, and what the former are rounded by does not: they are multiplied in two 16-bit parts.
 The tree over nodes is in `log_linear_delta_tree.py`, the reads in `log_linear_delta_read.py`, the gradients of these in
 `log_linear_delta_gradients.py` and of what is inside a block in `log_linear_delta_inside.py`.
 """
@@ -171,6 +172,14 @@ def add_product(total, left, right, interpret) -> jax.Array:
     return pl.run_scoped(run, plgpu.ACC(total.shape, f32))
 
 
+def add_in_parts(total, left, buffer, right, interpret) -> jax.Array:
+    """total + left right, of float32 in registers what it is rounded to and what it is rounded by."""
+    narrow = left.astype(right.dtype)
+    total = add_product(total, left_operand(narrow, buffer), right, interpret)
+    rest = (left - narrow.astype(f32)).astype(right.dtype)
+    return add_product(total, left_operand(rest, buffer), right, interpret)
+
+
 def matrix(ref) -> jax.Array:
     """A tile in shared memory as float32 in registers."""
     return plgpu.load(ref, layout=WGMMA, optimized=False).astype(f32)
@@ -229,7 +238,7 @@ def node_program(sizes: Sizes, interpret, inputs: tuple, out, place, memory: Nod
     put(0, multiply(left_operand(x.astype(dtype), memory.left), memory.values.at[0], wide))
     lower = known_keys(memory, tiles) * by_row(memory.vectors.at[0, second], CHUNK)
     start = matrix(memory.values.at[1]) * by_row(memory.vectors.at[kind, second], sizes.dim)
-    put(1, add_product(start, left_operand(lower.astype(dtype), memory.left), memory.values.at[0], interpret))
+    put(1, add_in_parts(start, lower, memory.left, memory.values.at[0], interpret))
     put(1, multiply(memory.inverse.at[1], memory.values.at[1], wide))
     halves = [written(memory, tile, wide) for tile in range(tiles)]
     for tile, half in enumerate(halves):

@@ -5,7 +5,8 @@ steps    of queries Q and the chunk that they read, their own or the one before 
              V = dO U^T      dP = w . R . V - (dQ' K^T) e      H = dP X^T      dF = mask(H)      a = -strict(P^T H)
              dQ = dQ' + dF K        dK = dF^T Q - e P^T dQ' + (e a + (e a)^T) K        dU = (w . R . P)^T dO
              de = rowsum(a . K K^T) - rowsum(K . P^T dQ')        dw_l = rowsum of R . V . P over the pairs of level l
-`a` is the cotangent of the triangle e K K^T, whose inverse X is made of: X itself needs no cotangent.
+`a` is the cotangent of the triangle e K K^T, whose inverse X is made of: X itself needs no cotangent. Its product with
+K K^T nearly cancels where keys are nearly parallel, so that H is multiplied there in two 16-bit parts.
 """
 
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from efla_jax.kernels.log_linear_delta import (
     Config,
     Places,
     Sizes,
+    add_product,
     f32,
     matrix,
     multiply,
@@ -105,6 +107,14 @@ def times_sum(total, terms, interpret) -> jax.Array:
 def put(ref, x) -> None:
     ref[...] = x.astype(ref.dtype)
     plgpu.commit_smem()
+
+
+def twice(left, x, room, interpret) -> jax.Array:
+    """left x [C, C], left in shared memory: of what x in registers is rounded to and of what it is rounded by."""
+    put(room, x)
+    total = multiply(left, room, SQUARE)
+    put(room, x - x.astype(room.dtype).astype(f32))
+    return add_product(total, left, room, interpret)
 
 
 def send(ref, x, target) -> None:
@@ -193,8 +203,7 @@ def step_gradients(memory: StepMemory, at: Step, results: tuple, interpret) -> N
     put(memory.pairs.at[1], spread)
     send(memory.u, multiply(memory.pairs.at[1].T, memory.d_o, wide), d_u)
     d_scores = multiply(left_operand(d_solved.astype(dtype), memory.left), memory.inverse.T, SQUARE)
-    put(memory.pairs.at[1], d_scores)
-    triangle = masked(-multiply(memory.pairs.at[0].T, memory.pairs.at[1], SQUARE), 0, strict=True)
+    triangle = masked(-twice(memory.pairs.at[0].T, d_scores, memory.pairs.at[1], interpret), 0, strict=True)
     triangle = of_document(memory.codes, triangle, at.theirs, at.theirs)
     negative = memory.gates.at[ERASE, at.theirs]
     own = jnp.sum(triangle * multiply(memory.k, memory.k.T, SQUARE), axis=1)

@@ -5,6 +5,9 @@ nodes    of a block's N or S, whose cotangent is D; T2 = v2 B2 - e2 L M1 with L 
              dT2 = X2^T K2 D        a2 = -strict(dT2 M2^T)        a21 = -dT2 M1^T        dM1 = K1 D - (e2 L)^T dT2
              dT1 = X1^T dM1         a1 = -strict(dT1 M1^T)        dB = v dT        dv = rowsum(B . dT)
              dK = M D^T, and through K K^T from a1, a2 and a21 as above
+de has rowsum(a . K K^T), a sum over M that nearly cancels where keys are nearly parallel, unlike what M is rounded by.
+As strict(K K^T) M = (T - M) / e, it is rowsum(dT . (M - T)) / e of float32 M instead, unless e is so small that the
+division would cost more: then a chunk's keys cancel nothing.
 """
 
 from typing import Any, NamedTuple
@@ -30,6 +33,7 @@ from efla_jax.kernels.log_linear_delta import (
 )
 from efla_jax.kernels.log_linear_delta_inside import SQUARE, masked, put, send, times_sum
 from efla_jax.kernels.mosaic import (
+    WGMMA,
     accumulated,
     by_column,
     by_row,
@@ -41,12 +45,14 @@ from efla_jax.kernels.mosaic import (
 )
 
 ROOM = CHUNKS  # where dM and dT begin in `work`
+LEAST = 1 / CHUNK  # e from which on it divides
 
 
 class NodeMemory(NamedTuple):
     """Shared memory of `node_gradients`: k; k or u, both [2, C, K]; M of the chunks, then dM and dT [4, C, K]; X
-    [2, C, C]; vectors [2, 128]; D [K, K]; pairs [warpgroups, 2, C, C]; sums [warpgroups + 1, 128]: dv of each one's
-    columns, d(-e); barriers of the loads and of the warpgroups' meeting; the interpreter's left operand."""
+    [2, C, C]; vectors [2, 128]; D [K, K]; pairs [warpgroups, 2, C, C]; sums [2 warpgroups + 1, 128]: dv of each one's
+    columns, d(-e), dT . (M - T) of each one's columns; barriers of the loads and of the warpgroups' meeting; the
+    interpreter's left operand."""
 
     k: Any
     values: Any
@@ -106,32 +112,43 @@ def products_of(terms, shape) -> jax.Array:
     return pl.run_scoped(run, plgpu.ACC(shape, f32))
 
 
-def solve_columns(memory: NodeMemory, kind, group, interpret) -> None:
-    """Of 64 columns M1 and M2 into `solved`, and -e L in 16 bits into pairs[0]."""
+def solve_columns(memory: NodeMemory, kind, group, interpret) -> tuple[jax.Array, jax.Array]:
+    """Of 64 columns M1 and M2 into `solved`, -e L into `pairs`, what it is rounded to and what it is rounded by, and
+    (M1 - T1, M2 - T2) float32."""
     dtype, here, pairs = memory.k.dtype, columns(group), memory.pairs.at[group]
     first, second = pl.ds(0, CHUNK), pl.ds(CHUNK, CHUNK)
     solved, room = [memory.work.at[chunk, :, here] for chunk in range(CHUNKS)], memory.work.at[ROOM + 1, :, here]
     x = matrix(memory.inverse.at[0]) * by_column(memory.vectors.at[kind, first], CHUNK)
     left = None if memory.left is None else memory.left.at[group]
-    put(solved[0], multiply(left_operand(x.astype(dtype), left), memory.values.at[0, :, here], SQUARE))
-    known = multiply(memory.k.at[1], memory.k.at[0].T, SQUARE)
-    put(pairs.at[0], known * by_row(memory.vectors.at[0, second], CHUNK))
+    values = memory.values.at[0, :, here]
+    m = multiply(left_operand(x.astype(dtype), left), values, SQUARE)
+    put(solved[0], m)
+    # As the product has it: X has ones on its diagonal.
+    begun = m - matrix(values) * by_row(memory.vectors.at[kind, first], TILE).astype(dtype).astype(f32)
+    known = multiply(memory.k.at[1], memory.k.at[0].T, SQUARE) * by_row(memory.vectors.at[0, second], CHUNK)
+    put(pairs.at[0], known)
+    put(pairs.at[1], known - known.astype(dtype).astype(f32))
     start = matrix(memory.values.at[1, :, here]) * by_row(memory.vectors.at[kind, second], TILE)
-    put(room, times_sum(start, [(pairs.at[0], solved[0])], interpret))
-    put(solved[1], multiply(memory.inverse.at[1], room, SQUARE))
+    start = times_sum(start, [(pairs.at[part], solved[0]) for part in range(2)], interpret)
+    put(room, start)
+    m = multiply(memory.inverse.at[1], room, SQUARE)
+    put(solved[1], m)
+    return begun, m - start.astype(dtype).astype(f32)
 
 
-def solve_back(memory: NodeMemory, kind, group) -> None:
-    """Of 64 columns dT of both chunks into `work`, dv into `sums`, and dU, if that is what dB is, over u."""
+def solve_back(memory: NodeMemory, kind, group, inside: tuple) -> None:
+    """Of 64 columns dT of both chunks into `work`, dv and dT . (M - T) into `sums`, and dU, if that is what dB is, over
+    u. inside: what `solve_columns` gave."""
     here, pairs = columns(group), memory.pairs.at[group]
     for chunk in reversed(range(CHUNKS)):
         room, values = memory.work.at[ROOM + chunk, :, here], memory.values.at[chunk, :, here]
         terms = [(memory.k.at[chunk], memory.cotangent.at[:, here])]
         if chunk == 0:
-            terms.append((pairs.at[0].T, memory.work.at[ROOM + 1, :, here]))
+            terms += [(pairs.at[part].T, memory.work.at[ROOM + 1, :, here]) for part in range(2)]
         put(room, products_of(terms, SQUARE))
         d_start, tokens = multiply(memory.inverse.at[chunk].T, room, SQUARE), pl.ds(chunk * CHUNK, CHUNK)
         memory.sums.at[group, tokens][...] = jnp.sum(matrix(values) * d_start, axis=1)
+        memory.sums.at[inside_row(memory, group), tokens][...] = jnp.sum(inside[chunk] * d_start, axis=1)
         put(room, d_start)
 
         @pl.when(kind == 1)
@@ -139,11 +156,28 @@ def solve_back(memory: NodeMemory, kind, group) -> None:
             put(values, d_start * by_row(memory.vectors.at[kind, tokens], TILE))
 
 
+def inside_row(memory: NodeMemory, group):
+    """Which of `sums` has dT . (M - T) of a warpgroup's columns."""
+    return memory.pairs.shape[0] + 1 + group
+
+
 def meet(barrier) -> None:
     """Both warpgroups have come here, and see what the other wrote."""
     plgpu.commit_smem()
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
+
+
+def per_row(vector) -> jax.Array:
+    """A vector in shared memory, one entry for each row of a matrix."""
+    return plgpu.load(vector, layout=WGMMA.reduce(1), optimized=False)
+
+
+def erased_inside(memory: NodeMemory, tokens, direct) -> jax.Array:
+    """Of a chunk's tokens rowsum(a . K K^T), which is `direct` where their e is small."""
+    rows, erase = memory.pairs.shape[0], -per_row(memory.vectors.at[0, tokens])
+    total = sum(per_row(memory.sums.at[inside_row(memory, group), tokens]) for group in range(rows))
+    return jnp.where(erase >= LEAST, total / jnp.maximum(erase, LEAST), direct)
 
 
 def send_chunk(memory: NodeMemory, chunk, kind, group, d_k, d_u, interpret) -> None:
@@ -157,12 +191,12 @@ def send_chunk(memory: NodeMemory, chunk, kind, group, d_k, d_u, interpret) -> N
 
     triangle = masked(-multiply(work.at[ROOM + chunk], work.at[chunk].T, SQUARE), 0, strict=True)
     put(pairs.at[1], triangle * -by_row(memory.vectors.at[0, here], CHUNK))
-    own = jnp.sum(triangle * multiply(k, k.T, SQUARE), axis=1)
+    own = erased_inside(memory, here, jnp.sum(triangle * multiply(k, k.T, SQUARE), axis=1))
     joined = multiply(work.at[ROOM + 1], work.at[0].T, SQUARE)  # -a21
     put(pairs.at[0], joined * by_row(memory.vectors.at[0, second], CHUNK))
     joined = jnp.sum(joined * multiply(memory.k.at[1], memory.k.at[0].T, SQUARE), axis=1)
     joined = joined * lax.convert_element_type(chunk, f32)  # they are the second chunk's
-    memory.sums.at[memory.sums.shape[0] - 1, here][...] = joined - own
+    memory.sums.at[memory.pairs.shape[0], here][...] = joined - own
     scale = by_row(memory.vectors.at[0, here], wide[1]) * lax.convert_element_type(1 - kind, f32)
     terms = (work.at[chunk], memory.cotangent.T), (pairs.at[1], k), (pairs.at[1].T, k)
     keys = times_sum(matrix(work.at[ROOM + chunk]) * scale, terms, interpret)
@@ -184,8 +218,7 @@ def node_gradient_program(sizes: Sizes, inputs: tuple, results: tuple, place, me
         load_node(inputs, memory, (row, block, head, kind, place), sizes)
 
     plgpu.barrier_wait(memory.loaded)
-    solve_columns(memory, kind, group, interpret)
-    solve_back(memory, kind, group)
+    solve_back(memory, kind, group, solve_columns(memory, kind, group, interpret))
     meet(memory.met)
 
     def chunk(i, _):
@@ -199,7 +232,7 @@ def node_gradient_program(sizes: Sizes, inputs: tuple, results: tuple, place, me
 
     @pl.when(group == 0)
     def _():
-        plgpu.copy_smem_to_gmem(memory.sums, sums.at[kind, row, block * sizes.heads + head])
+        plgpu.copy_smem_to_gmem(memory.sums.at[pl.ds(0, groups + 1)], sums.at[kind, row, block * sizes.heads + head])
 
     plgpu.wait_smem_to_gmem(0)
 
@@ -246,7 +279,7 @@ def node_gradients(
             plgpu.SMEM((2, BLOCK), f32),
             shared(sizes.dim, sizes.dim, dtype=dtype),
             shared(groups, 2, *SQUARE, dtype=dtype),
-            plgpu.SMEM((groups + 1, BLOCK), f32),
+            plgpu.SMEM((2 * groups + 1, BLOCK), f32),
             plgpu.Barrier(num_arrivals=3 * CHUNKS + 2),
             plgpu.Barrier(num_arrivals=groups),
             *[shared(groups, *SQUARE, dtype=dtype)] * (interpret is not None),

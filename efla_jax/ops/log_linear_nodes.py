@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from efla_jax.ops.fenwick_tree import in_slots, times
 from efla_jax.ops.log_linear_blocks import BLOCK, INSIDE, LN2
 from efla_jax.ops.pallas import of_key_heads
 
@@ -287,3 +288,17 @@ def with_first_chunks(every: jax.Array, first: jax.Array) -> jax.Array:
     every = every.reshape(shape[0], -1, 2, BLOCK // 2, *shape[2:]).astype(jnp.float32)
     first = first.reshape(shape[0], -1, 1, BLOCK // 2, *shape[2:]).astype(jnp.float32)
     return (every + jnp.pad(first, ((0, 0), (0, 0), (0, 1)) + ((0, 0),) * 3)).reshape(shape)
+
+
+def behind_runs(dtype, runs: dict[int, tuple], decays: dict[int, jax.Array], levels: int) -> jax.Array:
+    """States [B, H, L, K, K] behind the last block: every last run's, taken over the smaller runs behind it. runs: by
+    level its (N, S) [B, H, K, K] float32, zeros where a row has none; decays: likewise its log decay [B, H]."""
+    states: dict[int, jax.Array] = {}
+    for level in sorted(runs, reverse=True):
+        change, own = runs[level]
+        for other, state in states.items():
+            state = jnp.exp(decays[level])[..., None, None] * state
+            states[other] = state + times(dtype, "bhkl,bhlv->bhkv", change, state)
+        states[level] = own
+    lowest = min(INSIDE, levels - 1)
+    return in_slots({level: state[:, :, None, None] for level, state in states.items()}, lowest, levels)

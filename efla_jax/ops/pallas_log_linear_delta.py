@@ -16,10 +16,9 @@ import numpy as np
 from efla_jax.ops.chunked import FORGET
 from efla_jax.ops.fenwick import Fenwick, states_of
 from efla_jax.ops.fenwick_chunked import part_of, sweep
-from efla_jax.ops.fenwick_tree import in_slots, times
 from efla_jax.ops.hopper import require_hopper
-from efla_jax.ops.log_linear_blocks import BLOCK, INSIDE, in_blocks, since_states, summed
-from efla_jax.ops.log_linear_nodes import Static, gate_rows, inverse_of, solve
+from efla_jax.ops.log_linear_blocks import BLOCK, in_blocks, since_states, summed
+from efla_jax.ops.log_linear_nodes import Static, behind_runs, gate_rows, inverse_of, solve
 from efla_jax.ops.pallas import require_one_dtype
 from efla_jax.ops.pallas_log_linear_delta_cells import laid_in_cells
 
@@ -42,20 +41,6 @@ def run_decays(sums: jax.Array) -> dict[int, jax.Array]:
             found[level] = sums[:, -1]
         sums, level = sums[:, : count // 2 * 2 : 2] + sums[:, 1::2], level + 1
     return found
-
-
-def last_states(dtype, runs: dict[int, tuple], decays: dict[int, jax.Array], levels: int) -> jax.Array:
-    """[B, H, L, K, K] behind the last block: every last run's state, taken over the smaller runs behind it. runs: by
-    level its (N, S) [B, H, K, K] float32."""
-    states: dict[int, jax.Array] = {}
-    for level in sorted(runs, reverse=True):
-        change, own = runs[level]
-        for other, state in states.items():
-            state = jnp.exp(decays[level])[..., None, None] * state
-            states[other] = state + times(dtype, "bhkl,bhlv->bhkv", change, state)
-        states[level] = own
-    lowest = min(INSIDE, levels - 1)
-    return in_slots({level: state[:, :, None, None] for level, state in states.items()}, lowest, levels)
 
 
 class Prepared(NamedTuple):
@@ -90,7 +75,7 @@ def whole_rows(f: Fenwick, config, interpret) -> tuple[jax.Array, jax.Array]:
     static = Static(None, tuple(full >> level for level in range(full.bit_length())), config, interpret)
     o, runs = solve(q, k, u, inverse, row.gates, row.vectors, row.fades, None, kernel.Places(), static)
     levels = f.level_weights.shape[3]
-    states = last_states(x.u.dtype, runs, run_decays(row.sums), levels) if full else states_of(f)
+    states = behind_runs(x.u.dtype, runs, run_decays(row.sums), levels) if full else states_of(f)
     if full * BLOCK != time:
         _, states = sweep(part_of(f, slice(full * BLOCK, None)), states, 64)
     return o[:, :time], states

@@ -19,10 +19,9 @@ from efla_jax.ops.chunked import FORGET
 from efla_jax.ops.document_chunks import carried
 from efla_jax.ops.fenwick import Fenwick, states_of
 from efla_jax.ops.fenwick_chunked import sweep
-from efla_jax.ops.fenwick_tree import in_slots, times
 from efla_jax.ops.log_linear_blocks import BLOCK, INSIDE, slots_for, summed
 from efla_jax.ops.log_linear_cells import Cells, cells
-from efla_jax.ops.log_linear_nodes import Begin, Places, Static, gate_rows, inverse_of, solve
+from efla_jax.ops.log_linear_nodes import Begin, Places, Static, behind_runs, gate_rows, inverse_of, solve
 from efla_jax.ops.pallas_log_linear_cells import beginning, since_ends
 
 CHUNK = 64  # tokens of a chunk of "chunked", by which open cells are gone through
@@ -168,19 +167,14 @@ def goes_on(f: Fenwick) -> jax.Array:
 
 def states_before(runs: dict, end: Ending, sums: jax.Array, dtype, levels: int) -> jax.Array:
     """[B, H, L, K, K]: the states of the last document at the start of its open block."""
-    cell, states = np.arange(sums.shape[1])[None], {}  # type: tuple[np.ndarray, dict[int, jax.Array]]
-    for level in sorted(runs, reverse=True):
+    cell, own, decays = np.arange(sums.shape[1])[None], {}, {}
+    for level, run in runs.items():
         live = end.number >> level & 1 == 1
         near, far = (end.cell - (end.number & ((1 << bit) - 1)) for bit in (level, level + 1))
         seen = (cell < near[:, None]) & (cell >= far[:, None]) & live[:, None]
-        decay = jnp.exp(over_cells(seen[:, None], sums)[:, 0])[..., None, None]
-        change, own = (jnp.where(live[:, None, None, None], x, 0.0) for x in runs[level])
-        for other, state in states.items():
-            state = decay * state
-            states[other] = state + times(dtype, "bhkl,bhlv->bhkv", change, state)
-        states[level] = own
-    lowest = min(INSIDE, levels - 1)
-    return in_slots({level: state[:, :, None, None] for level, state in states.items()}, lowest, levels)
+        decays[level] = over_cells(seen[:, None], sums)[:, 0]
+        own[level] = tuple(jnp.where(live[:, None, None, None], x, 0.0) for x in run)
+    return behind_runs(dtype, own, decays, levels)
 
 
 class Part(NamedTuple):
