@@ -103,8 +103,8 @@ def unsupported(key_dim: int, value_dim: int, dtype) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of a call: B, blocks, G, H, K, V, levels that have weights, and how many programs share the tiles of a
-    key head."""
+    """Sizes of a call: B, blocks, G, H, K, V, levels that have weights, `Config.near`, and how many programs share the
+    tiles of a key head."""
 
     batch: int
     blocks: int
@@ -113,6 +113,7 @@ class Sizes:
     key_dim: int
     value_dim: int
     levels: int
+    near: int
     slices: int = 1
 
     @property
@@ -143,7 +144,7 @@ class Sizes:
     def of(cls, k, u, gates: "Gates", config: Config) -> "Sizes":
         batch, time, key_heads, key_dim = k.shape
         heads, value_dim = u.shape[2:]
-        sizes = cls(batch, time // BLOCK, key_heads, heads, key_dim, value_dim, gates.levels.shape[2])
+        sizes = cls(batch, time // BLOCK, key_heads, heads, key_dim, value_dim, gates.levels.shape[2], config.near)
         per_key, slices = sizes.tiles, 1
         programs = batch * sizes.blocks * key_heads
         while per_key % (2 * slices) == 0 and 2 * slices * programs <= config.waves * config.multiprocessors:
@@ -165,6 +166,9 @@ class Task(NamedTuple):
     @classmethod
     def here(cls, sizes: Sizes, numbers) -> "Task":
         row, block, pair = (lax.axis_index(name) for name in ("row", "block", "pair"))
+        block = (
+            sizes.blocks - 1 - block
+        )  # those that read the most states are the last, and had better not be begun last
         number: Any = number_of(block, sizes.slots)
         tiles: Any = sizes.tiles
         if numbers is not None:
@@ -291,7 +295,8 @@ class Gates(NamedTuple):
 class Inputs(NamedTuple):
     """In global memory, channels flat: q, k; u, or u and dO; gates; or None: states [B, N, H V, K] and the initial ones
     [B, slots, H V, K], cotangents of what blocks write [B, N, H V, K], numbers [B, N], and codes [B, N, 128] int32 of
-    the tokens: 128 times which document of the block it is, plus its place modulo 128."""
+    the tokens: 128 times which document of the block it is, plus its place modulo 128; roots [B, roots, H V, K]: the
+    states of whole parts (see `log_linear_parts.py`)."""
 
     q: Any
     k: Any
@@ -302,6 +307,7 @@ class Inputs(NamedTuple):
     spread: Any = None
     numbers: Any = None
     codes: Any = None
+    roots: Any = None
 
 
 def load(task: Task, x: Inputs, memory: Memory) -> None:
@@ -347,17 +353,22 @@ def load_states(task: Task, x: Inputs, memory: Memory, i, live) -> None:
         place, level = lax.rem(i * live + m, ring), lowest_level(left)
         target, barrier = memory.states.at[place], memory.state_full.at[place]
         which = state_of(task.block, task.number, level)
-        if x.first is None:
+        # Where else a state may be: of a whole part, or of those before the row, which have no place in it.
+        part, others, where = lax.div(which, 1 << task.sizes.near), x.first, level
+        is_other: Any = which <= 0
+        if x.roots is not None:
+            others, where, is_other = x.roots, part - 1, part << task.sizes.near == which
+        if others is None:
             plgpu.copy_gmem_to_smem(x.states.at[task.row, which, task.lanes(i)], target, barrier)
             return without_lowest(left)
 
-        @pl.when(which > 0)
+        @pl.when(jnp.logical_not(is_other))
         def _():
             plgpu.copy_gmem_to_smem(x.states.at[task.row, which, task.lanes(i)], target, barrier)
 
-        @pl.when(which <= 0)
+        @pl.when(is_other)
         def _():
-            plgpu.copy_gmem_to_smem(x.first.at[task.row, level, task.lanes(i)], target, barrier)
+            plgpu.copy_gmem_to_smem(others.at[task.row, where, task.lanes(i)], target, barrier)
 
         return without_lowest(left)
 
@@ -476,17 +487,19 @@ class Blocks(NamedTuple):
     codes: Any = None
 
 
-def read_out(q, k, u, gates: Gates, states, first, where: Blocks, *, config: Config, interpret=None) -> jax.Array:
+def read_out(
+    q, k, u, gates: Gates, states, first, where: Blocks, roots=None, *, config: Config, interpret=None
+) -> jax.Array:
     """O [B, T, H, V] in the dtype of u; anything in empty blocks.
 
     q, k [B, T, G, K], u [B, T, H, V] of one 16-bit dtype, T a multiple of 128; states [B, T / 128, H V, K] and first
-    [B, slots, H V, K] or None of that dtype."""
+    [B, slots, H V, K] or None of that dtype; roots as in `Inputs`, where first is None."""
     sizes, dtype = Sizes.of(k, u, gates, config), u.dtype
 
     def program(task, memory, results, scratch):
         compute(task, memory, *results, *(scratch if interpret is not None else [*scratch, None]))
 
-    x = Inputs(flat(q), flat(k), (flat(u),), gates, states, first, None, *where)
+    x = Inputs(flat(q), flat(k), (flat(u),), gates, states, first, None, *where, roots)
     (o,) = launch(
         "log_linear_read",
         program,

@@ -16,11 +16,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from efla_jax.kernels.log_linear import Config, Gates, drain, flat, wait_for_release
 from efla_jax.kernels.log_linear_pairs import BLOCK, INSIDE, SUM, TILE, f32
-from efla_jax.kernels.log_linear_roots import Parts, coefficients, far_reads, launch, root_cotangents, weighted
+from efla_jax.kernels.log_linear_parts import HALVES, Item, Parts, copy_halves, items_of, launch, ones_of
+from efla_jax.kernels.log_linear_roots import coefficients, far_reads, root_cotangents, weighted
 from efla_jax.kernels.log_linear_states import copy_out, loaded, multiply, time_of
 from efla_jax.kernels.mosaic import shared, staging, transposed
 
-HALVES = 2  # of K, of a warpgroup each
 STAGES, RING = 2, 2  # blocks and states loaded ahead
 
 
@@ -53,39 +53,9 @@ class PartMemory(NamedTuple):
     free: Any
 
 
-class Item(NamedTuple):
-    """One of the parts of a program: row of the batch, part, tile."""
-
-    row: Any
-    part: Any
-    tile: Any
-
-    @classmethod
-    def of(cls, number, sizes: Parts) -> "Item":
-        others = lax.div(number, sizes.tiles)
-        return cls(lax.div(others, sizes.count), lax.rem(others, sizes.count), lax.rem(number, sizes.tiles))
-
-
-def ones_of(place: int) -> int:
-    """Trailing ones: how many states merge at the end of a part's block."""
-    return (~place & (place + 1)).bit_length() - 1
-
-
-def items_of(sizes: Parts, programs: int):
-    """How many parts this program has, and which the nth of them is."""
-    program, total = lax.axis_index("program"), sizes.batch * sizes.count * sizes.tiles
-    return lax.div(total - 1 - program, programs) + 1, lambda n: Item.of(program + n * programs, sizes)
-
-
 def load_parts(x: PartReads, memory: PartMemory, sizes: Parts, programs: int) -> None:
-    half = sizes.key_dim // HALVES
     count, item_of = items_of(sizes, programs)
     begins = 1 + sizes.near * sizes.ragged
-
-    def copy(source, row_and_lanes, first, target, barrier):
-        for i in range(HALVES):
-            keys = pl.ds(first + i * half, half)
-            plgpu.copy_gmem_to_smem(source.at[(*row_and_lanes, keys)], target.at[i], barrier)
 
     def item(n, _):
         row, part, tile = item_of(n)
@@ -93,14 +63,14 @@ def load_parts(x: PartReads, memory: PartMemory, sizes: Parts, programs: int) ->
         for i in range(begins):
             wait_for_release(memory.free, n * begins + i, 1)
             source = (row, lax.min(part, sizes.roots - 1), lanes) if i == 0 else (row, i - 1, lanes)
-            copy(x.last if i else x.roots, source, 0, memory.begin, memory.begun.at[0])
+            copy_halves(x.last if i else x.roots, source, 0, memory.begin, memory.begun.at[0])
         merged = n * (sizes.size - 1)
         for order, i in enumerate(reversed(range(1, sizes.size))):
             number, c = n * (sizes.size - 1) + order, lax.min(part * sizes.size + i, sizes.blocks - 1)
             wait_for_release(memory.empty, number, STAGES)
             stage, which = lax.rem(number, STAGES), sizes.gates(c, tile)
             barrier, gates = memory.full.at[stage], memory.gates.at[stage]
-            copy(x.q, (row, time_of(c)), sizes.channels(tile), memory.q.at[stage], barrier)
+            copy_halves(x.q, (row, time_of(c)), sizes.channels(tile), memory.q.at[stage], barrier)
             plgpu.copy_gmem_to_smem(x.d_o.at[row, time_of(c), lanes], memory.d_o.at[stage], barrier)
             rows = x.gates.levels.at[row, which, pl.ds(INSIDE, sizes.near)]
             plgpu.copy_gmem_to_smem(rows, gates.at[pl.ds(0, sizes.near)], barrier)
@@ -110,7 +80,7 @@ def load_parts(x: PartReads, memory: PartMemory, sizes: Parts, programs: int) ->
                 wait_for_release(memory.state_empty, merged, RING)
                 place = lax.rem(merged, RING)
                 state = lax.min(part * sizes.size + i + 1 - (1 << j), sizes.blocks - 1)
-                copy(x.states, (row, state, lanes), 0, memory.states.at[place], memory.state_full.at[place])
+                copy_halves(x.states, (row, state, lanes), 0, memory.states.at[place], memory.state_full.at[place])
                 merged = merged + 1
 
     lax.fori_loop(0, count, item, None)
@@ -243,13 +213,14 @@ def spread_parts(q, d_o, gates: Gates, states, roots, last, sizes: Parts, config
     return spread, products.swapaxes(2, 3).reshape(sizes.batch, -1, sizes.heads)
 
 
-def adjoint(q, d_o, gates: Gates, states, last, sizes: Parts, *, config: Config, interpret=None) -> tuple:
+def adjoint(q, d_o, gates: Gates, states, root_states, last, sizes: Parts, *, config: Config, interpret=None) -> tuple:
     """(E [B, N, H V, K] in the dtype of d_o, zero of blocks that are not whole; sums [B, N + slots, H] float32: <S, E>
     by the state that merged, with anything where none did), as `log_linear_states.adjoint` has them.
 
-    q [B, T, G, K], d_o [B, T, H, V], states [B, N, H V, K], last [B, slots, H V, K] float32."""
+    q [B, T, G, K], d_o [B, T, H, V], states and root_states as `log_linear_parts.states_of` gives them, last [B, slots,
+    H V, K] float32."""
     sums = far_reads(q, d_o, gates, sizes, config, interpret)
-    roots, of_roots = root_cotangents(sums, last, gates, states, sizes, config, interpret)
+    roots, of_roots = root_cotangents(sums, last, gates, root_states, sizes, config, interpret)
     spread, merged = spread_parts(q, d_o, gates, states, roots, last, sizes, config, interpret)
     merged = jnp.pad(merged[:, : sizes.blocks], ((0, 0), (0, sizes.slots), (0, 0)))
     there = sizes.roots - (sizes.roots * sizes.size >= sizes.blocks)  # the last root may be the row's end

@@ -258,7 +258,7 @@ def through_states(memory: Memory, slot, group, total, left, interpret) -> tuple
 
 
 def gradients(
-    q, k, u, gates: Gates, states, first, spread, d_o, where: Blocks, *, config: Config, interpret=None
+    q, k, u, gates: Gates, states, first, spread, d_o, where: Blocks, roots=None, *, config: Config, interpret=None
 ) -> tuple:
     """(dq, dk [B, T, G, K] float32, dU [B, T, H, V], of_queries [B, N H, 8 + slots, 128], balance [B, N H, 128] and
     of_keys [B, N H, 2, 128] float32), with anything in empty blocks but zeros in dq and dk.
@@ -276,7 +276,7 @@ def gradients(
     def queries(task, memory, results, scratch):
         query_gradients(task, memory, results, *(scratch if interpret is not None else [*scratch, None]), interpret)
 
-    reading = x._replace(states=states, first=first)
+    reading = x._replace(states=states, first=first, roots=roots)
     d_q, of_queries, balances = launch(
         "log_linear_queries",
         queries,

@@ -1,5 +1,5 @@
 """The cotangents of log-linear linear attention's states where a row is one document: parts of the time at once. Here
-the first two of three programs, and their sizes.
+the first two of three programs.
 
 State s ends before block s and has the level l of the lowest set bit of s; the blocks s to s + 2^l - 1 read it, and it
 merges into state s + 2^l at the end of the last of them, or is one of the row's last. Its cotangent is
@@ -7,7 +7,7 @@ merges into state s + 2^l at the end of the last of them, or is one of the row's
     E_s = sum over the tokens that read it of c_l q dO^T  +  f_l E_(s + 2^l), or what is given for the row's last
 
 with the letters of `log_linear_states.py`, whose `adjoint` goes through a row's blocks one by one and serves all rows.
-Here a part is 2^near blocks, and a root the state that ends with a part. Three programs:
+Parts and roots are those of `log_linear_parts.py`. Three programs:
 
     far      sums of c q dO^T over the blocks that read a root, at most SPAN of them a program: products alone
     roots    E of the roots from these sums, backwards; df = <S, E> of where they merge
@@ -16,182 +16,22 @@ Here a part is 2^near blocks, and a root the state that ends with a part. Three 
 Channels are flat as in `log_linear.py`; a tile is 64 columns of V, and states are [V, K].
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from efla_jax.kernels.log_linear import (
-    COMPUTE_REGISTERS,
-    LOADER_REGISTERS,
-    SHARED_MEMORY,
-    Config,
-    Gates,
-    drain,
-    flat,
-    wait_for_release,
-)
+from efla_jax.kernels.log_linear import SHARED_MEMORY, Config, Gates, drain, flat, wait_for_release
 from efla_jax.kernels.log_linear_pairs import BLOCK, INSIDE, SINCE, SUM, TILE, f32
+from efla_jax.kernels.log_linear_parts import WIDTH, Parts, RootPlace, launch
 from efla_jax.kernels.log_linear_states import copy_out, loaded, time_of
-from efla_jax.kernels.mosaic import (
-    WGMMA,
-    accumulated,
-    by_column,
-    left_operand,
-    narrow_indices,
-    parameters,
-    shared,
-    staging,
-    transposed,
-)
+from efla_jax.kernels.mosaic import WGMMA, accumulated, by_column, left_operand, shared, staging, transposed
 
-SPAN = 32  # blocks of a program of `far`
-WIDTH = 32  # columns of K of a program of `roots`
 WEIGHT, SUMS, FADE = range(3)  # rows of the gates of a block
-
-
-@dataclasses.dataclass(frozen=True)
-class Parts:
-    """Sizes of a call: B, blocks and how many of them are whole, columns of all values, K, heads, heads that read a key
-    head, slots, and levels of the states inside a part."""
-
-    batch: int
-    blocks: int
-    whole: int
-    values: int
-    key_dim: int
-    heads: int
-    group: int
-    slots: int
-    near: int
-
-    @property
-    def size(self) -> int:
-        """Blocks of a part."""
-        return 1 << self.near
-
-    @property
-    def roots(self) -> int:
-        return self.whole >> self.near
-
-    @property
-    def count(self) -> int:
-        return -(-self.blocks // self.size)
-
-    @property
-    def ragged(self) -> bool:
-        """Whether the last part has no root."""
-        return self.count > self.roots
-
-    @property
-    def upper(self) -> int:
-        """Levels of the roots."""
-        return self.slots - self.near
-
-    @property
-    def tiles(self) -> int:
-        return self.values // TILE
-
-    @property
-    def together(self) -> int:
-        """Tiles of a program of `far`, which read one key head."""
-        return 2 - self.tiles // (self.heads // self.group) % 2
-
-    def head(self, tile):
-        return lax.div(tile, self.tiles // self.heads)
-
-    def lanes(self, tile):
-        return pl.ds(tile * TILE, TILE)
-
-    def channels(self, tile):
-        """Of q, all key heads' side by side."""
-        return lax.div(self.head(tile), self.group) * self.key_dim
-
-    def gates(self, block, tile):
-        return block * self.heads + self.head(tile)
-
-    def level(self, root: int) -> int:
-        """Of a root, among the roots' levels."""
-        return min((root & -root).bit_length(), self.upper) - 1
-
-    @functools.cached_property
-    def reads(self) -> np.ndarray:
-        """[programs, 4] int32 of `far`, those about the same time side by side: slot, first block, blocks, and which of
-        the sums, which are in the order of the roots."""
-        found = []
-        for root in range(1, self.roots + 1):
-            slot, first = self.near + self.level(root), root << self.near
-            last = min(first + (1 << slot), self.blocks)
-            found += [(slot, at, min(SPAN, last - at)) for at in range(first, last, SPAN)]
-        rows = [(*row, i) for i, row in enumerate(found)]
-        rows = sorted(rows, key=lambda row: (row[1] // SPAN, -row[2]))
-        return np.array(rows or [(self.near, 0, 0, 0)], np.int32)
-
-    @functools.cached_property
-    def merges(self) -> np.ndarray:
-        """[roots, 4] int32: level, level of what it merges into or -1, first of its sums and how many."""
-        rows, first = [], 0
-        for root in range(1, self.roots + 1):
-            level, begins = self.level(root), root << self.near
-            blocks = min(1 << (level + self.near), self.blocks - begins)
-            count, into = -(-blocks // SPAN), root + (1 << level)
-            rows.append((level, self.level(into) if into <= self.roots else -1, first, count))
-            first += count
-        return np.array(rows, np.int32)
-
-
-def parts_of(q, d_o, slots: int, whole: int, config: Config) -> Parts | None:
-    """Sizes of a call, or None where it has no two parts or too few levels."""
-    batch, time, key_heads, key_dim = q.shape
-    heads, value_dim = d_o.shape[2:]
-    values, group = heads * value_dim, heads // key_heads
-    sizes = Parts(batch, time // BLOCK, whole, values, key_dim, heads, group, slots, config.near)
-    return sizes if config.near > 0 and sizes.upper > 0 and sizes.roots > 0 and sizes.count > 1 else None
-
-
-@narrow_indices()
-def launch(name: str, compute, load, x, out, memory, scratch, grid: dict, groups: int, config, interpret):
-    """Run a program on the named grid: compute(x, memory, results, scratch) by so many warpgroups, load(x, memory) by
-    one more."""
-    arrays, inputs = jax.tree.flatten(x)
-    buffers, memories = jax.tree.flatten(memory)
-
-    def body(*refs):
-        x, refs = inputs.unflatten(refs[: len(arrays)]), refs[len(arrays) :]
-        results, refs = refs[: len(out)], refs[len(out) :]
-        own, group = memories.unflatten(refs[: len(buffers)]), lax.axis_index("group")
-
-        @pl.when(group == groups)
-        def _():
-            if groups > 1:
-                plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
-            load(x, own)
-
-        @pl.when(group < groups)
-        def _():
-            if groups > 1:
-                plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-            compute(x, own, results, [ref.at[lax.rem(group, groups)] for ref in refs[len(buffers) :]])
-            plgpu.wait_smem_to_gmem(0)
-
-    body.__name__ = name
-    return plgpu.kernel(
-        body,
-        out_type=out,
-        scratch_types=[*buffers, *scratch],
-        grid=tuple(grid.values()),
-        grid_names=tuple(grid),
-        num_threads=groups + 1,
-        thread_name="group",
-        compiler_params=parameters(config.automatic_barriers),
-        interpret=interpret,
-    )(*arrays)
 
 
 def coefficients(row, gates, slot) -> None:
@@ -310,7 +150,7 @@ def far_reads(q, d_o, gates: Gates, sizes: Parts, config: Config, interpret) -> 
 
 class Rooted(NamedTuple):
     """In global memory: sums as `far_reads` gives them; last [B, slots, H V, K] float32: the cotangents of the row's
-    last; fade and states as `log_linear.Inputs` has them; `Parts.merges`."""
+    last; fade as in `log_linear.Gates`; states [B, roots, H V, K]; `Parts.merges`."""
 
     sums: Any
     last: Any
@@ -335,21 +175,6 @@ class RootMemory(NamedTuple):
 
 
 SUMMANDS, STATES = 4, 2  # loaded ahead
-
-
-class RootPlace(NamedTuple):
-    """A program: row of the batch, tile, part of K, and their columns and channels."""
-
-    row: Any
-    tile: Any
-    part: Any
-    lanes: Any
-    keys: Any
-
-    @classmethod
-    def here(cls, sizes: Parts) -> "RootPlace":
-        row, tile, part = (lax.axis_index(name) for name in ("row", "tile", "part"))
-        return cls(row, tile, part, sizes.lanes(tile), pl.ds(part * WIDTH, WIDTH))
 
 
 def load_roots(x: Rooted, memory: RootMemory, sizes: Parts) -> None:
@@ -378,7 +203,7 @@ def load_roots(x: Rooted, memory: RootMemory, sizes: Parts) -> None:
             wait_for_release(memory.empty, merged, STATES)
             place, begins = lax.rem(merged, STATES), (at + 1) << sizes.near
             ends, barrier = begins + (jnp.int32(1) << (sizes.near + level)) - 1, memory.full.at[place]
-            plgpu.copy_gmem_to_smem(x.states.at[row, begins, lanes, keys], memory.states.at[place], barrier)
+            plgpu.copy_gmem_to_smem(x.states.at[row, at, lanes, keys], memory.states.at[place], barrier)
             plgpu.copy_gmem_to_smem(x.fade.at[row, sizes.gates(ends, tile)], memory.fade.at[place], barrier)
 
         merges = (into >= 0).astype(jnp.int32)

@@ -117,38 +117,49 @@ def solve(q, k, u, gates: Gates, begin, where: Where, static: Static) -> tuple[j
     return _forward(q, k, u, gates, begin, where, static)[0]
 
 
+def parts_for(k, u, begin, where: Where, static: Static):
+    """In which parts the programs go through the time, or None for a row as a whole."""
+    from efla_jax.kernels.log_linear_parts import parts_of
+
+    if begin is not None or where.flow is not None:
+        return None
+    return parts_of(k, u, static.slots, static.whole, static.config)
+
+
 def _forward(q, k, u, gates, begin, where, static):
     from efla_jax.kernels import log_linear as reads
+    from efla_jax.kernels import log_linear_parts
     from efla_jax.kernels import log_linear_states as walks
 
-    options = dict(config=static.config, interpret=static.interpret)
-    sizes, given = dict(slots=static.slots, whole=static.whole), reads.Gates(*gates)
-    states, last = walks.walk(k, u, given, where.flow, begin, **sizes, **options)
+    options, given = dict(config=static.config, interpret=static.interpret), reads.Gates(*gates)
+    parts, roots = parts_for(k, u, begin, where, static), None
+    if parts is not None:
+        states, roots, last = log_linear_parts.states_of(k, u, given, parts, **options)
+    else:
+        sizes = dict(slots=static.slots, whole=static.whole)
+        states, last = walks.walk(k, u, given, where.flow, begin, **sizes, **options)
     first = None if begin is None else begin[:, :-1].astype(u.dtype)
-    o = reads.read_out(q, k, u, given, states, first, reads.Blocks(where.numbers, where.codes), **options)
-    return (o, last), (q, k, u, gates, states, begin, where)
+    o = reads.read_out(q, k, u, given, states, first, reads.Blocks(where.numbers, where.codes), roots, **options)
+    return (o, last), (q, k, u, gates, states, roots, begin, where)
 
 
 def _backward(static, residuals, cotangents):
     from efla_jax.kernels import log_linear as reads
     from efla_jax.kernels import log_linear_adjoint as adjoints
     from efla_jax.kernels import log_linear_gradients as gradients
-    from efla_jax.kernels import log_linear_roots as roots
     from efla_jax.kernels import log_linear_states as walks
 
-    (q, k, u, gates, states, begin, where), (d_o, d_last) = residuals, cotangents
+    (q, k, u, gates, states, roots, begin, where), (d_o, d_last) = residuals, cotangents
     options, given = dict(config=static.config, interpret=static.interpret), reads.Gates(*gates)
     first = None if begin is None else begin[:, :-1].astype(u.dtype)
-    parts, d_begin = None, None
-    if begin is None and where.flow is None:
-        parts = roots.parts_of(q, d_o, static.slots, static.whole, static.config)
+    parts, d_begin = parts_for(k, u, begin, where, static), None
     if parts is not None:
-        spread, merged = adjoints.adjoint(q, d_o, given, states, d_last, parts, **options)
+        spread, merged = adjoints.adjoint(q, d_o, given, states, roots, d_last, parts, **options)
     else:
         back = walks.adjoint(q, d_o, given, states, first, d_last, where.flow, whole=static.whole, **options)
         spread, merged, d_begin = back
     blocks = reads.Blocks(where.numbers, where.codes)
-    d_q, d_k, d_u, *sums = gradients.gradients(q, k, u, given, states, first, spread, d_o, blocks, **options)
+    d_q, d_k, d_u, *sums = gradients.gradients(q, k, u, given, states, first, spread, d_o, blocks, roots, **options)
     number, whole = blocks_in_documents(where, static, k.shape[1] // BLOCK)
     d_merged, empties = merge_gradients(merged, number, whole), where.numbers is not None
     d_gates = gate_gradients(gates, *sums, d_merged, number, empties)
