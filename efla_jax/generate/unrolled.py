@@ -32,7 +32,7 @@ def unrolled(model: LanguageModel, params: Mapping[str, Any]) -> tuple[LanguageM
             own = narrow(block.pop("mixer"), model.mixer_options.get(name, {}).get("dtype", model.dtype))
             groups[f"block_{i * len(model.mixers) + j}"] = {**narrow(block, model.dtype), "mixer": own}
     leaves = narrow(leaves, model.dtype) | {"groups": groups}
-    return model.clone(mixers=model.mixers * count), {**params, "params": leaves}
+    return model.clone(mixers=model.mixers * count, remat="none"), {**params, "params": leaves}
 
 
 def narrow(params: Any, dtype: Any) -> Any:
