@@ -44,6 +44,8 @@ from efla_jax.kernels.log_linear_pairs import (
 )
 from efla_jax.kernels.mosaic import (
     accumulated,
+    begin,
+    finish,
     left_operand,
     narrow_indices,
     parameters,
@@ -427,7 +429,18 @@ def key_scores(memory: Memory, group, own: bool) -> jax.Array:
     return pl.run_scoped(multiply, plgpu.ACC((ROWS, ROWS), f32))
 
 
-def compute(task: Task, memory: Memory, o, o_s, left) -> None:
+def add_product(total, a, right, left, interpret) -> jax.Array:
+    """total + a right, a [64, 64] in registers."""
+
+    def add(acc):
+        begin(acc, total, interpret)
+        plgpu.wgmma(acc, left_operand(a, left), right)
+        return finish(acc, total, interpret)
+
+    return pl.run_scoped(add, plgpu.ACC(total.shape, f32))
+
+
+def compute(task: Task, memory: Memory, o, o_s, left, interpret) -> None:
     """A compute warpgroup: all tiles."""
     group, stages, live = lax.axis_index("group"), memory.values.shape[0], task.live
     here, square = rows_of(group), plgpu.ACC((ROWS, TILE), f32)
@@ -445,13 +458,17 @@ def compute(task: Task, memory: Memory, o, o_s, left) -> None:
             return (scores[0 if own else 1] * weight).astype(o.dtype)
 
         def inside(acc):
-            for own in (True, False):
-                if left is not None and not own:  # the interpreter's one buffer is about to be overwritten
-                    plgpu.wgmma_wait(0)
-                plgpu.wgmma(
-                    acc, left_operand(pairs(own), left), memory.values.at[slot, 0, rows_of(group if own else 1 - group)]
-                )
+            plgpu.wgmma(acc, left_operand(pairs(True), left), memory.values.at[slot, 0, here])
             return accumulated(acc, wait_n=0)
+
+        def add_others(total):
+            return add_product(total, pairs(False), memory.values.at[slot, 0, rows_of(1 - group)], left, interpret)
+
+        total = pl.run_scoped(inside, square)
+        if memory.codes is None:  # no token of the first half reads one of the second
+            total = lax.cond(group > 0, add_others, lambda total: total, total)
+        else:
+            total = add_others(total)
 
         def read(m, carry):
             total, left_of = carry
@@ -468,7 +485,7 @@ def compute(task: Task, memory: Memory, o, o_s, left) -> None:
             plgpu.barrier_arrive(memory.state_empty.at[place])
             return total, without_lowest(left_of)
 
-        total, _ = lax.fori_loop(0, live, read, (pl.run_scoped(inside, square), task.number))
+        total, _ = lax.fori_loop(0, live, read, (total, task.number))
         plgpu.barrier_arrive(memory.empty.at[slot])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         o_s[...] = total.astype(o.dtype)
@@ -497,7 +514,7 @@ def read_out(
     sizes, dtype = Sizes.of(k, u, gates, config), u.dtype
 
     def program(task, memory, results, scratch):
-        compute(task, memory, *results, *(scratch if interpret is not None else [*scratch, None]))
+        compute(task, memory, *results, *(scratch if interpret is not None else [*scratch, None]), interpret)
 
     x = Inputs(flat(q), flat(k), (flat(u),), gates, states, first, None, *where, roots)
     (o,) = launch(

@@ -28,6 +28,7 @@ from efla_jax.kernels.log_linear import (
     Memory,
     Sizes,
     Task,
+    add_product,
     flat,
     launch,
     lowest_level,
@@ -68,6 +69,10 @@ from efla_jax.kernels.mosaic import (
 SQUARE = plgpu.ACC((ROWS, ROWS), f32)
 
 
+def zeros(shape: tuple[int, ...]) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros(shape, f32), WGMMA if len(shape) == 2 else WGMMA.reduce(1))
+
+
 def products(*pairs) -> tuple[jax.Array, ...]:
     """left right of each pair [64, 64] float32, of tiles in shared memory."""
 
@@ -80,15 +85,20 @@ def products(*pairs) -> tuple[jax.Array, ...]:
     return pl.run_scoped(multiply, *[SQUARE] * len(pairs))
 
 
-def add_product(total, a, right, left, interpret) -> jax.Array:
-    """total + a right, a [64, 64] in registers."""
+def add_two(totals, factors, left, interpret) -> tuple[jax.Array, jax.Array]:
+    """Each of two totals plus its product a right, a [64, 64] in registers."""
 
-    def add(acc):
-        begin(acc, total, interpret)
-        plgpu.wgmma(acc, left_operand(a, left), right)
-        return finish(acc, total, interpret)
+    def add(*accumulators):
+        for acc, total in zip(accumulators, totals, strict=True):
+            begin(acc, total, interpret)
+        for acc, (a, right) in zip(accumulators, factors, strict=True):
+            if left is not None:  # the interpreter's one buffer is about to be overwritten
+                plgpu.wgmma_wait(0)
+            plgpu.wgmma(acc, left_operand(a, left), right)
+        first = finish(accumulators[0], totals[0], interpret, wait_n=1)
+        return first, finish(accumulators[1], totals[1], interpret)
 
-    return pl.run_scoped(add, plgpu.ACC(total.shape, f32))
+    return pl.run_scoped(add, *(plgpu.ACC(total.shape, f32) for total in totals))
 
 
 # ---- queries ------------------------------------------------------------------------------------------------------
@@ -118,7 +128,7 @@ def query_gradients(task: Task, memory: Memory, results, sums, balances, left, i
     """A compute warpgroup of `queries`: all tiles."""
     number, stages, live, key_dim = lax.axis_index("group"), memory.values.shape[0], task.live, task.sizes.key_dim
     (d_q, sums_g, balances_g), wide = results, plgpu.ACC((ROWS, key_dim), f32)
-    none = plgpu.layout_cast(jnp.zeros((ROWS,), f32), WGMMA.reduce(1))
+    none = zeros((ROWS,))
     for level in range(INSIDE, task.sizes.levels):  # states that the block does not read
         sums.at[level][...] = none
     plgpu.barrier_wait(memory.keys)
@@ -176,8 +186,7 @@ def query_gradients(task: Task, memory: Memory, results, sums, balances, left, i
         plgpu.copy_smem_to_gmem(balances, balances_g.at[task.row, row, rows_of(number)])
         return total
 
-    zero = plgpu.layout_cast(jnp.zeros((ROWS, key_dim), f32), WGMMA)
-    total = lax.fori_loop(0, task.tiles, tile, zero)
+    total = lax.fori_loop(0, task.tiles, tile, zeros((ROWS, key_dim)))
     time = pl.ds(task.block * BLOCK + number * ROWS, ROWS)
     d_q[task.share, task.row, time, task.channels] = total.astype(d_q.dtype)
 
@@ -190,32 +199,29 @@ def key_gradients(task: Task, memory: Memory, results, d_u_s, sums, left, interp
     (d_k, d_u, sums_g), number, stages = results, lax.axis_index("group"), memory.values.shape[0]
     dtype, key_dim = memory.k.dtype, task.sizes.key_dim
     time = pl.ds(task.block * BLOCK + number * ROWS, ROWS)
+    square, none = zeros((ROWS, ROWS)), zeros((ROWS,))
     plgpu.barrier_wait(memory.keys)
 
     def tile(i, total):
         slot = lax.rem(i, stages)
         plgpu.barrier_wait(memory.full.at[slot])
         group = number + zero_of(memory.gates.at[slot])
-        d_o = memory.values.at[slot, 1]
-        columns, spread = [], []
-        for own in (True, False):
+
+        def add_pairs(total, written, column, own: bool):
             there = rows_of(group if own else 1 - group)
-            values, narrow, column = key_pairs(memory, slot, group, own)
-            columns.append(column)
-            spread.append((narrow, d_o.at[there]))
-            total = add_product(total, values, memory.q.at[there], left, interpret)
+            values, narrow, found = key_pairs(memory, slot, group, own)
+            factors = (values, memory.q.at[there]), (narrow, memory.values.at[slot, 1, there])
+            return *add_two((total, written), factors, left, interpret), column + found
 
-        def write(acc):
-            for narrow, right in spread:
-                if left is not None:  # the interpreter's one buffer is about to be overwritten
-                    plgpu.wgmma_wait(0)
-                plgpu.wgmma(acc, left_operand(narrow, left), right)
-            return accumulated(acc, wait_n=0)
-
-        written = pl.run_scoped(write, SQUARE)
+        so_far = add_pairs(total, square, none, True)
+        if memory.codes is None:  # no token of the first half reads one of the second
+            so_far = lax.cond(number == 0, lambda *x: add_pairs(*x, False), lambda *x: x, *so_far)
+        else:
+            so_far = add_pairs(*so_far, False)
+        total, written, column = so_far
         total, through, decayed = through_states(memory, slot, group, total, left, interpret)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        sums.at[0][...] = columns[0] + columns[1]
+        sums.at[0][...] = column
         sums.at[1][...] = decayed
         d_u_s[...] = (written + through).astype(dtype)
         plgpu.barrier_arrive(memory.empty.at[slot])
@@ -225,8 +231,7 @@ def key_gradients(task: Task, memory: Memory, results, d_u_s, sums, left, interp
         plgpu.copy_smem_to_gmem(d_u_s, d_u.at[task.row, time, task.lanes(i)])
         return total
 
-    zero = plgpu.layout_cast(jnp.zeros((ROWS, key_dim), f32), WGMMA)
-    total = lax.fori_loop(0, task.tiles, tile, zero)
+    total = lax.fori_loop(0, task.tiles, tile, zeros((ROWS, key_dim)))
     d_k[task.share, task.row, time, task.channels] = total.astype(d_k.dtype)
 
 
