@@ -63,6 +63,9 @@ def cases() -> list[LogLinearCase]:
         found += [case._replace(before=128), case._replace(before=1000), case._replace(dtype="float16")]
         found += [case._replace(sizes=sizes._replace(time=1), before=before) for before in (1, 63, 1000)]
         found += [case._replace(sizes=sizes._replace(time=70)), case._replace(sizes=sizes._replace(key_dim=32))]
+        if op == "log_linear_attention":  # whole parts of 1024 tokens, and one that is not whole
+            found += [case._replace(sizes=sizes._replace(batch=1, time=time)) for time in (2048, 2500)]
+            found += [case._replace(inputs="decay -1e4", sizes=sizes._replace(batch=1, time=2500), levels=10)]
     return found
 
 
