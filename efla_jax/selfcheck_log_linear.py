@@ -25,8 +25,10 @@ FLOOR = 2.9e-3
 # "chunked" keeps the sum in float32 (tests/test_kernels_log_linear_delta.py).
 FLOORS = {"dlog_decay": 3.8e-3, "derase": 4.4e-3}
 # Where nothing decays a token's dlog_decay of the delta rule is a sum over all that comes later, of terms that nearly
-# cancel, each of factors that passed memory in 16 bits (tests/test_kernels_log_linear_delta.py).
-FLOOR_WITHOUT_DECAY = 7e-3
+# cancel. Tokens share most of what was rounded there, so that the error of a sample is that of a few numbers: over five
+# draws of 512 tokens and 4 heads that of "chunked" was between 4.1e-3 and 7.8e-3, that of a model of the kernels'
+# roundings between 5.1e-3 and 7.0e-3, in no order.
+FLOOR_WITHOUT_DECAY = 8e-3
 
 
 class LogLinearCase(NamedTuple):
@@ -148,7 +150,8 @@ def bar(case: LogLinearCase, name: str, beside: float) -> float:
 
 
 def tiny_cases() -> list[LogLinearCase]:
-    return [LogLinearCase("log_linear_attention", "random", Sizes(1, 150, 1, 1, 64, 64), 9)]
+    found = [LogLinearCase("log_linear_attention", "random", Sizes(1, 150, 1, 1, 64, 64), 9)]
+    return [*found, LogLinearCase("log_linear_delta_rule", "parallel keys", Sizes(1, 150, 1, 1, 64, 64), 9)]
 
 
 def timed() -> Iterator[Timed]:

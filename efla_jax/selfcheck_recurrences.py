@@ -69,7 +69,7 @@ def tiny_cases() -> list[Case]:
     """What Mosaic's interpreter computes in a minute."""
     small = Sizes(1, 130, 1, 2, 64, 64)
     found = [Case(op, "random", small, "documents") for op in ("delta_rule", "linear_attention")]
-    found += [Case("delta_rule", "parallel keys", small)]
+    found += [Case("delta_rule", "parallel keys", small), Case("delta_flow exact", "random", small)]
     return [*found, Case("delta_rule", "random", Sizes(2, 1, 1, 2, 16, 128))]
 
 
@@ -78,6 +78,8 @@ def apply(op: str, implementation: str, arguments: Sequence[jax.Array], ids=None
     "pallas" goes to its own kernel; interpret: what Mosaic's interpreter needs, instead of a GPU."""
     q, k, u, erase, log_decay, state = arguments
     name, _, step = op.partition(" ")
+    if name == "delta_flow" and interpret is not None:
+        return pallas.delta_flow(recurrence(q, k, u, erase, log_decay, state, ids), step, interpret=interpret)
     if name == "delta_flow":
         return ops.delta_flow(
             q, k, u, erase, log_decay, step=step, initial_state=state, segment_ids=ids, implementation=implementation
