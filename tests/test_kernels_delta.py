@@ -100,6 +100,17 @@ def test_documents(name):
     compare(*DOCUMENTS[name])
 
 
+def test_the_row_of_64_channels_changes_no_bit():
+    """Its order of steps is another than that of the safe config, which the other tests have."""
+    config = kernel.TABLE["NVIDIA H200", 64, 64, "bfloat16"]
+    assert config.early and not kernel.SAFE.early
+    arguments, _ = recurrence_case("cosine 0.99", jnp.bfloat16, **SMALL)
+    ids = jnp.asarray(documents_at(30, 65))
+    tuned = jax.jit(lambda *a: pallas.delta_rule(recurrence(*a, ids), 64, config, RACES))(*arguments)
+    for value, other in zip(tuned, RUN[by_kernel](arguments, ids), strict=True):
+        np.testing.assert_array_equal(value, other)
+
+
 def test_values_wider_than_keys_and_two_warpgroups():
     compare("cosine 0.9", packed_ids(2, 70), batch=2, time=70, key_heads=2, heads=2, value_dim=128)
 
