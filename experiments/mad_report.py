@@ -22,10 +22,16 @@ PLAIN = {"step": "exact", "negative_eigenvalues": False}
 SCORES = ("macro", "micro")
 
 
-def read(folder: pathlib.Path) -> list[dict]:
-    """One row per run that has ended. Raises ValueError for two that the columns do not tell apart."""
+def read(folder: pathlib.Path, epochs: int = 0) -> list[dict]:
+    """One row per run that has ended; epochs: one that is broken off later than that is taken as a run of so many, if
+    its rate is constant. Raises ValueError for two that the columns do not tell apart."""
+
+    def cut(config: dict) -> int:
+        constant = config["optim"]["schedule"] == "constant" and not config["optim"]["warmup_steps"]
+        return epochs * config["data"]["task"]["examples"] // config["data"]["batch_size"] if constant else 0
+
     rows: dict[tuple, dict] = {}
-    found = runs.ended_runs(folder, "mad")
+    found = runs.ended_runs(folder, "mad", cut)
     varied: dict[str, dict[str, set]] = {}
     for run in found:  # what tells settings of a task apart
         task = run.config["data"]["task"]
@@ -119,15 +125,17 @@ def grids(rows: list[dict]) -> str:
     return next(iter(found.values())) if alike else "; ".join(f"of {task} {grid}" for task, grid in found.items())
 
 
-def write(folder: pathlib.Path, out: pathlib.Path, draw: Callable = metrics.plot_lines) -> None:
-    """runs.csv, table.md and mad.png in the folder `out`."""
-    rows = read(folder)
+def write(folder: pathlib.Path, out: pathlib.Path, epochs: int = 0, draw: Callable = metrics.plot_lines) -> None:
+    """runs.csv, table.md and mad.png in the folder `out`; epochs: see `read`."""
+    rows = read(folder, epochs)
     runs.write_runs(out, rows)
     note = ("held out, in %, at the end of training, the best of all ended runs of a seed, mean ± deviation over seeds"
             " (how many)")  # fmt: skip
     means = {"macro": "macro accuracy (mean over classes, as published)", "micro": "micro accuracy (mean over targets)"}
     text = "\n\n".join(f"{means[score].capitalize()} {note}.\n\n{table(rows, score)}" for score in SCORES)
     text += f"\n\nEnded runs: {grids(rows)}. With --first others of a seed that got to the goal have not ended."
+    if epochs:
+        text += f" Those of {epochs} epochs were broken off later than that."
     (out / "table.md").write_text(text + "\n")
     draw([panel(rows, score) for score in SCORES], out / "mad.png")
     print(f"{text}\n\nwritten: {out}/table.md, runs.csv, mad.png")

@@ -55,6 +55,7 @@ from experiments.runs import restored
 
 RUNS = flags.DEFINE_string("runs", None, "folder whose sub-folders are finished runs; all but level_weights")
 SHOW = flags.DEFINE_list("show", [], "corruption: labels to draw; all by default")
+EPOCHS = flags.DEFINE_integer("epochs", 0, "mad: a run broken off after this many counts as one of so many; 0: no")
 OUT = flags.DEFINE_string("out", None, "folder to write to, or for level_weights a .png")
 CHECKPOINT = flags.DEFINE_string("checkpoint", None, "level_weights: a run's folder, or that of one of its steps")
 DATA = flags.DEFINE_string("data", "", "level_weights: the run's data, if no longer at its config.data.path")
@@ -269,7 +270,7 @@ def copying() -> None:
 
 
 def mad() -> None:
-    mad_report.write(pathlib.Path(RUNS.value), pathlib.Path(OUT.value))
+    mad_report.write(pathlib.Path(RUNS.value), pathlib.Path(OUT.value), EPOCHS.value)
 
 
 def state_tracking() -> None:
@@ -287,7 +288,7 @@ COMMANDS = {
     "books": (books, (RUNS, OUT), ()),
     "mqar": (mqar, (RUNS, OUT), ()),
     "copying": (copying, (RUNS, OUT), ()),
-    "mad": (mad, (RUNS, OUT), ()),
+    "mad": (mad, (RUNS, OUT), (EPOCHS,)),
     "state_tracking": (state_tracking, (RUNS, OUT), ()),
     "level_weights": (level_weights, (CHECKPOINT, OUT), (DATA, SPLIT, BATCH, ROWS, TEXT, TOKENS, LAYERS, HEAD_LIST)),
 }

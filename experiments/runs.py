@@ -4,7 +4,7 @@ import csv
 import functools
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -62,9 +62,11 @@ class Ended(NamedTuple):
     best: float
 
 
-def ended_runs(folder: pathlib.Path, kind: str) -> list[Ended]:
+def ended_runs(folder: pathlib.Path, kind: str, cut: Callable[[dict], int] = lambda config: 0) -> list[Ended]:
     """The runs on data of this kind below `folder` that have ended, by name, as its results.jsonl and its sub-folders
-    have them; tells which have not. Raises ValueError if there is none."""
+    have them; tells which have not. Raises ValueError if there is none.
+
+    cut: of a run's config the step at which one that is broken off later counts as a run of so many steps (0: none)."""
     found, going = swept_runs(folder, kind), []
     for file in sorted(folder.glob("*/metrics.jsonl")):
         config = json.loads((file.parent / "config.json").read_text())
@@ -76,6 +78,10 @@ def ended_runs(folder: pathlib.Path, kind: str) -> list[Ended]:
         if scored and (scored[-1]["step"] == options["steps"] or 0 < options["stop_at"] <= reached[-1]):
             best = max(reached)
             found[file.parent.name] = Ended(file.parent.name, config, scored, best)
+        elif steps := next((row["step"] for row in scored if row["step"] == cut(config)), 0):
+            count = 1 + [row["step"] for row in scored].index(steps)
+            shorter = config | {"train": options | {"steps": steps}}
+            found[file.parent.name] = Ended(file.parent.name, shorter, scored[:count], max(reached[:count]))
         else:
             going.append(file.parent.name)
     if going:

@@ -450,6 +450,15 @@ def test_a_report_takes_the_best_of_a_setting_and_means_over_settings_and_tasks(
     assert len(rows) == 8 and {row["setting"] for row in rows if row["task"] == "compression"} == {
         "length=32", "length=64"
     }  # fmt: skip
+    broken = runs / "delta_net-compression" / "metrics.jsonl"  # has scores at 100 and at 18,000 steps, 180 epochs
+    assert len(mad_report.read(runs, 100)) == len(rows)
+    (cut,) = (row for row in mad_report.read(runs, 1) if row["epochs"] == 1)
+    assert (cut["variant"], cut["task"], cut["macro"], cut["ended_at"]) == ("delta_net", "compression", 0.1, 1.0)
+    assert [row["macro"] for row in mad_report.read(runs, 180) if row["epochs"] == 180] == [0.998]
+    config = json.loads((broken.parent / "config.json").read_text())
+    config["optim"]["schedule"] = "cosine"  # one of fewer steps would have had other rates
+    (broken.parent / "config.json").write_text(json.dumps(config))
+    assert len(mad_report.read(runs, 180)) == len(rows)
     write_run(runs, "efla-memorization", 0.7, 0.8, schedule="cosine", clip_norm=1.0)
     with pytest.raises(ValueError, match="two runs are .*'efla', 'cosine', 'memorization'"):
         mad_report.read(runs)

@@ -2,7 +2,7 @@
 
     found = fit_population([config, other], ["runs/a", "runs/b"])          # one `Outcome` per config
 
-A model of width 64 leaves a GPU idle between its kernels; a dozen of them share their launches (what thirty took on an
+A model of width 64 leaves a GPU idle between its kernels; a dozen of them share their launches (what some took on an
 H200 stands in configs/paper_mad.py). On a CPU it is no faster than one after another. Every member trains as `fit`
 would train it by itself, on the rows of its own seed, to the tolerance of another order of its sums. What it has not: a
 mesh, checkpoints on the way, signals. XLA computes the operators: no GPU has run the kernels under this vmap.
