@@ -486,10 +486,10 @@ def compute(task: Task, memory: Memory, o, o_s, left, interpret) -> None:
             return total, without_lowest(left_of)
 
         total, _ = lax.fori_loop(0, live, read, (total, task.number))
-        plgpu.barrier_arrive(memory.empty.at[slot])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         o_s[...] = total.astype(o.dtype)
         plgpu.commit_smem()
+        plgpu.barrier_arrive(memory.empty.at[slot])
         target = o.at[task.row, pl.ds(task.block * BLOCK + group * ROWS, ROWS), task.lanes(i)]
         plgpu.copy_smem_to_gmem(o_s, target)
 

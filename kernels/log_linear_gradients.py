@@ -178,9 +178,9 @@ def query_gradients(task: Task, memory: Memory, results, sums, balances, left, i
             return so_far, without_lowest(left_of)
 
         (total, balance), _ = lax.fori_loop(0, live, read, (so_far, task.number))
-        plgpu.barrier_arrive(memory.empty.at[slot])
         balances[...] = balance
         plgpu.commit_smem()
+        plgpu.barrier_arrive(memory.empty.at[slot])
         row = task.block * task.sizes.columns + task.tile(i)
         plgpu.copy_smem_to_gmem(sums, sums_g.at[task.row, row, :, rows_of(number)])
         plgpu.copy_smem_to_gmem(balances, balances_g.at[task.row, row, rows_of(number)])
@@ -224,8 +224,8 @@ def key_gradients(task: Task, memory: Memory, results, d_u_s, sums, left, interp
         sums.at[0][...] = column
         sums.at[1][...] = decayed
         d_u_s[...] = (written + through).astype(dtype)
-        plgpu.barrier_arrive(memory.empty.at[slot])
         plgpu.commit_smem()
+        plgpu.barrier_arrive(memory.empty.at[slot])
         row = task.block * task.sizes.columns + task.tile(i)
         plgpu.copy_smem_to_gmem(sums, sums_g.at[task.row, row, :, rows_of(number)])
         plgpu.copy_smem_to_gmem(d_u_s, d_u.at[task.row, time, task.lanes(i)])

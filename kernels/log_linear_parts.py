@@ -86,9 +86,10 @@ class Parts:
         return self.values // TILE
 
     @property
-    def together(self) -> int:
-        """Tiles of a program of `far`, which read one key head."""
-        return 2 - self.tiles // (self.heads // self.group) % 2
+    def shared_by(self) -> tuple[int, int]:
+        """Warpgroups of a program that share a key head, and tiles of each."""
+        per_key = self.tiles // (self.heads // self.group)
+        return 2 - per_key % 2, 1 + (per_key % 4 == 0)
 
     def head(self, tile):
         return lax.div(tile, self.tiles // self.heads)

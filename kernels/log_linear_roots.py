@@ -17,6 +17,7 @@ Channels are flat as in `log_linear.py`; a tile is 64 columns of V, and states a
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -73,8 +74,8 @@ class FarMemory(NamedTuple):
 
 def far_program(x: FarReads, sizes: Parts):
     """Row of the batch; slot, first block, blocks and which of the sums; first tile."""
-    program = lax.axis_index("program")
-    return lax.axis_index("row"), [x.table[program, i] for i in range(4)], lax.axis_index("tiles") * sizes.together
+    program, tiles = lax.axis_index("program"), math.prod(sizes.shared_by)
+    return lax.axis_index("row"), [x.table[program, i] for i in range(4)], lax.axis_index("tiles") * tiles
 
 
 def load_far(x: FarReads, memory: FarMemory, sizes: Parts) -> None:
@@ -85,7 +86,7 @@ def load_far(x: FarReads, memory: FarMemory, sizes: Parts) -> None:
         c, stage = first + n, lax.rem(n, stages)
         barrier, keys = memory.full.at[stage], pl.ds(sizes.channels(tile), sizes.key_dim)
         plgpu.copy_gmem_to_smem(x.q.at[row, time_of(c), keys], memory.q.at[stage], barrier)
-        for i in range(sizes.together):
+        for i in range(math.prod(sizes.shared_by)):
             lanes, which, target = sizes.lanes(tile + i), sizes.gates(c, tile + i), memory.gates.at[stage, i]
             plgpu.copy_gmem_to_smem(x.d_o.at[row, time_of(c), lanes], memory.d_o.at[stage, i], barrier)
             plgpu.copy_gmem_to_smem(x.gates.levels.at[row, which, INSIDE + slot], target.at[WEIGHT], barrier)
@@ -96,52 +97,59 @@ def load_far(x: FarReads, memory: FarMemory, sizes: Parts) -> None:
     drain(memory.empty, blocks, stages)
 
 
-def add_far(x: FarReads, memory: FarMemory, sums, vector, left, sizes: Parts) -> None:
-    """A computing warpgroup of `far`: a tile."""
+def add_far(x: FarReads, memory: FarMemory, sums, vectors, left, sizes: Parts) -> None:
+    """A computing warpgroup of `far`: its tiles."""
     (row, (slot, _, blocks, target), tile), group = far_program(x, sizes), lax.axis_index("group")
+    each = sizes.shared_by[1]
 
-    def add(acc):
+    def add(*accumulators):
         def block(n, _):
             stage = lax.rem(n, memory.q.shape[0])
             plgpu.barrier_wait(memory.full.at[stage])
-            rows = memory.gates.at[stage, group]
-            coefficients(vector, [rows.at[i] for i in range(3)], slot)
+            for i in range(each):
+                rows = memory.gates.at[stage, group * each + i]
+                coefficients(vectors.at[i], [rows.at[kind] for kind in range(3)], slot)
             plgpu.commit_smem()
-            values = weighted(transposed(memory.d_o.at[stage, group]), vector)
-            plgpu.wgmma(acc, left_operand(values, left), memory.q.at[stage])
+            for i, acc in enumerate(accumulators):
+                values = weighted(transposed(memory.d_o.at[stage, group * each + i]), vectors.at[i])
+                if left is not None:  # the interpreter's one buffer is about to be overwritten
+                    plgpu.wgmma_wait(0)
+                plgpu.wgmma(acc, left_operand(values, left), memory.q.at[stage])
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(memory.empty.at[stage])
 
         lax.fori_loop(0, blocks, block, None)
-        return accumulated(acc, wait_n=0)
+        return tuple(accumulated(acc, wait_n=0) for acc in accumulators)
 
-    total = pl.run_scoped(add, plgpu.ACC((TILE, sizes.key_dim), f32))
-    sums[row, target, sizes.lanes(tile + group)] = total
+    totals = pl.run_scoped(add, *[plgpu.ACC((TILE, sizes.key_dim), f32)] * each)
+    for i, total in enumerate(totals):
+        sums[row, target, sizes.lanes(tile + group * each + i)] = total
 
 
 def far_reads(q, d_o, gates: Gates, sizes: Parts, config: Config, interpret) -> jax.Array:
     """Sums [B, programs, H V, K] float32 of c dO q^T over the blocks of each row of `Parts.reads`."""
-    dtype, count, table = d_o.dtype, sizes.together, sizes.reads
-    each = 2 * BLOCK * (sizes.key_dim + count * TILE) + 12 * BLOCK * count
-    stages = min(config.walk_stages, (SHARED_MEMORY - 4096) // each)
+    (groups, each), dtype, table = sizes.shared_by, d_o.dtype, sizes.reads
+    count = groups * each
+    stage = 2 * BLOCK * (sizes.key_dim + count * TILE) + 12 * BLOCK * count
+    stages = min(config.walk_stages, (SHARED_MEMORY - 8192) // stage)
     memory = FarMemory(
         q=shared(stages, BLOCK, sizes.key_dim, dtype=dtype),
         d_o=shared(stages, count, BLOCK, TILE, dtype=dtype),
         gates=plgpu.SMEM((stages, count, 3, BLOCK), f32),
         full=plgpu.Barrier(num_arrivals=1 + 4 * count, num_barriers=stages),
-        empty=plgpu.Barrier(num_arrivals=count, num_barriers=stages),
+        empty=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
     )
 
     def compute(x: FarReads, memory: FarMemory, results, scratch):
-        vector, left = (*scratch, None)[:2]
-        add_far(x, memory, results[0], vector, left, sizes)
+        vectors, left = (*scratch, None)[:2]
+        add_far(x, memory, results[0], vectors, left, sizes)
 
     x = FarReads(flat(q), flat(d_o), gates, jnp.asarray(table))
     out = [jax.ShapeDtypeStruct((sizes.batch, len(table), sizes.values, sizes.key_dim), f32)]
-    scratch = [plgpu.SMEM((count, BLOCK), f32), *staging([(TILE, BLOCK)], dtype, interpret, count)]
+    scratch = [plgpu.SMEM((groups, each, BLOCK), f32), *staging([(TILE, BLOCK)], dtype, interpret, groups)]
     grid = dict(row=sizes.batch, program=len(table), tiles=sizes.tiles // count)
     load = functools.partial(load_far, sizes=sizes)
-    (sums,) = launch("log_linear_far", compute, load, x, out, memory, scratch, grid, count, config, interpret)
+    (sums,) = launch("log_linear_far", compute, load, x, out, memory, scratch, grid, groups, config, interpret)
     return sums
 
 

@@ -47,6 +47,7 @@ SHAPES = {
     "whole blocks": dict(batch=2, time=512, key_heads=1, heads=1, key_dim=64, value_dim=64),
     "Mamba-2": dict(batch=1, time=300, key_heads=1, heads=2, key_dim=128, value_dim=64),
     "two tiles of a head": dict(batch=1, time=130, key_heads=2, heads=2, key_dim=128, value_dim=128),
+    "four tiles of a key head": dict(batch=1, time=300, key_heads=1, heads=4, key_dim=64, value_dim=64),
     "less than a block": dict(batch=1, time=70, key_heads=1, heads=1, key_dim=64, value_dim=64),
 }
 WHOLE = kernel.Config(multiprocessors=1, waves=0.0)  # one program for all tiles of a key head
@@ -146,6 +147,7 @@ PARTS = {
     "the top level is a chain": (1, "many blocks", 1300, 10),
     "K = 128": (1, "Mamba-2", 640, 11),
     "two tiles of a head": (1, "two tiles of a head", 520, 11),
+    "four tiles of a key head": (1, "four tiles of a key head", 300, 10),
 }
 
 
