@@ -284,22 +284,6 @@ def fla_delta(x, w, c, gated):
     return o.reshape(len(x), -1) @ w["o_proj.weight"].T
 
 
-def fla_log_linear(x, w, c):
-    """Log-linear Mamba-2 of fla: columns of in_proj are z, xBC, dt, dl, and a level's weight is softplus(L dl)."""
-    heads, groups, state, inner = c["num_heads"], c["n_groups"], c["state_size"], c["num_heads"] * c["head_dim"]
-    ends = np.cumsum([inner, inner + 2 * groups * state, heads])
-    z, mixed, dt, dl = np.split(x @ w["in_proj.weight"].T, ends, axis=1)
-    mixed = silu(conv(mixed, w["conv1d.weight"], w["conv1d.bias"]))
-    values, b, key = np.split(mixed, [inner, inner + groups * state], axis=1)
-    values = values.reshape(len(x), heads, -1)
-    b, key = (y.reshape(len(x), groups, state) for y in (b, key))
-    dt = np.logaddexp(0, dt + w["dt_bias"])
-    levels = np.logaddexp(0, w["L"] * dl.reshape(len(x), heads, 15))
-    o = by_head(key, b, dt[..., None] * values, np.zeros_like(dt), -np.exp(w["A_log"]) * dt, levels)
-    o = (o + w["D"][:, None] * values).reshape(len(x), -1) * silu(z)
-    return rms_norm(o, w["norm.weight"], c["layer_norm_epsilon"]) @ w["out_proj.weight"].T
-
-
 def fla_softmax(x, w, c):
     """Attention of fla's transformer: norms of q and k, then rotary positions by halves of a head."""
     q, k, v = (np.split(x @ w[f"{n}_proj.weight"].T, c["num_heads" if n == "q" else "num_kv_heads"], 1) for n in "qkv")
@@ -321,7 +305,7 @@ def fla_softmax(x, w, c):
 
 MIX = {
     "delta_net": functools.partial(fla_delta, gated=False), "gated_deltanet": functools.partial(fla_delta, gated=True),
-    "log_linear_mamba2": fla_log_linear, "transformer": fla_softmax,
+    "transformer": fla_softmax,
 }  # fmt: skip
 
 
@@ -329,12 +313,11 @@ def fla_logits(family, tensors, tokens):
     """Logits [T, V] in float64 of a model of fla, from its own tensors."""
     w, c = {name: x.astype(np.float64) for name, x in tensors.items()}, CONFIGS[family]
     stem, table, norm = AROUND[family]
-    mixer, first, eps = ("mixer", "mixer_norm", 1e-5) if stem == "backbone" else ("attn", "attn_norm", 1e-6)
-    eps, x = c.get("norm_eps", eps), w[f"{table}.weight"][tokens]
+    eps, x = c.get("norm_eps", 1e-6), w[f"{table}.weight"][tokens]
     for i in range(2):
         own = {name.removeprefix(f"{stem}.layers.{i}."): y for name, y in w.items() if f"layers.{i}." in name}
-        inner = {name.removeprefix(f"{mixer}."): y for name, y in own.items() if name.startswith(f"{mixer}.")}
-        x = x + MIX[family](rms_norm(x, own[f"{first}.weight"], eps), inner, c)
+        inner = {name.removeprefix("attn."): y for name, y in own.items() if name.startswith("attn.")}
+        x = x + MIX[family](rms_norm(x, own["attn_norm.weight"], eps), inner, c)
         y = rms_norm(x, own["mlp_norm.weight"], eps)
         y = silu(y @ own["mlp.gate_proj.weight"].T) * (y @ own["mlp.up_proj.weight"].T)
         x = x + y @ own["mlp.down_proj.weight"].T
@@ -343,7 +326,8 @@ def fla_logits(family, tensors, tokens):
 
 @pytest.mark.parametrize("family", MIX)
 def test_converted_models_of_fla_are_their_definition(family):
-    """What transformers has no code for (the rest: tests/test_parity_hf.py), from the tensors as fla names them."""
+    """What transformers has no code for (the rest: test_parity_hf.py, test_convert_log_linear.py), from the tensors as
+    fla names them."""
     model, tokens = model_of(family), np.random.default_rng(5).integers(0, V, 21)
     layout = interchange.lay_out(FAMILIES[family].table, convert.shapes_of(model))
     tensors = {name: x / 2 for name, x in drawn(layout.tensors).items()}

@@ -192,9 +192,10 @@ def mamba2_fields(config: Fields) -> dict[str, Any]:
 
 
 def log_linear_fields(config: Fields) -> dict[str, Any]:
+    """As Mamba-2 of fla, a norm for each group of heads; the MLP has no fields."""
     options, eps = mamba2_options(config)
-    width = fla_mlp_width({"hidden_size": config["hidden_size"]})  # its MLP has no fields
-    return section(config, "log_linear_mamba2", options | {"levels": 15}, eps, width)
+    options |= {"norm_groups": options["num_groups"], "levels": 15}
+    return section(config, "log_linear_mamba2", options, eps, fla_mlp_width({"hidden_size": config["hidden_size"]}))
 
 
 def mamba_config(model: Fields, mixer: Fields) -> dict[str, Any]:
@@ -230,10 +231,11 @@ def mamba2_config(model: Fields, mixer: Fields) -> dict[str, Any]:
 
 
 def log_linear_config(model: Fields, mixer: Fields) -> dict[str, Any]:
-    width = fla_mlp_width({"hidden_size": model["width"]})
-    if model["mlp_width"] != width:
-        raise ValueError(f"mlp_width: {model['mlp_width']} is not {width}, as it always is in log_linear_mamba2; this"
-                         " model cannot be exported.")  # fmt: skip
+    known = {"mlp_width": model["mlp_width"], "norm_groups": mixer["norm_groups"]}
+    theirs = {"mlp_width": fla_mlp_width({"hidden_size": model["width"]}), "norm_groups": mixer["num_groups"]}
+    wrong = [f"{name}: {known[name]} is not {value}" for name, value in theirs.items() if known[name] != value]
+    if wrong:
+        raise ValueError(f"{'; '.join(wrong)}, as always in log_linear_mamba2; this model cannot be exported.")
     return mamba_config(model, mixer) | {"chunk_size": 64}
 
 
@@ -340,8 +342,7 @@ FAMILIES = {
         softmax_family("mistral", "MistralForCausalLM", False),
         softmax_family("qwen3", "Qwen3ForCausalLM", True),
         Family(
-            "transformer", "TransformerForCausalLM", "attention",
-            tables.TRANSFORMER,
+            "transformer", "TransformerForCausalLM", "attention", tables.TRANSFORMER,
             {"hidden_act": SILU, "qkv_bias": (False,), "elementwise_affine": (True, None)}, {"mlp": ("swiglu",)},
             transformer_fields, transformer_config, FREQUENCIES,
         ),
@@ -359,10 +360,9 @@ FAMILIES = {
             tables.MAMBA2, FLA_MAMBA2, MAMBA2_HERE | {"mlp": ("none",)}, mamba2_fields, mamba2_config,
         ),
         Family(
-            "log_linear_mamba2", "LogLinearMamba2ForCausalLM", "log_linear_mamba2",
-            tables.LOG_LINEAR_MAMBA2, FLA_MAMBA2,
-            MAMBA2_HERE | {"norm_groups": (1,), "levels": (15,), "level_kind": ("linear",), "level_bias": (False,),
-                           "mlp": ("swiglu",)},
+            "log_linear_mamba2", "LogLinearMamba2ForCausalLM", "log_linear_mamba2", tables.LOG_LINEAR_MAMBA2,
+            FLA_MAMBA2, MAMBA2_HERE | {"levels": (15,), "trained_levels": (0, 15), "level_kind": ("linear",),
+                                       "level_bias": (False,), "mlp": ("swiglu",)},
             log_linear_fields, log_linear_config,
         ),
     )
