@@ -43,6 +43,7 @@ def _backward(config, interpret, residuals, cotangents):
 
 
 solve.defvjp(_forward, _backward)
+solved = jax.jit(solve, static_argnums=(5, 6))  # traced and lowered once for all layers of the same sizes
 
 
 # ---- who sees whom --------------------------------------------------------------------------------------------------
@@ -186,7 +187,7 @@ def block_sparse(plan: Plan, q, k, v, chosen, places: Places, config=None, inter
     picked = (chosen > 0.5) & filled(places.full, 1, 2)[:, None]
     rows = rows_of(document, chunk, document > 0) if plan.packed else one_document(*document.shape)
     seen = who_sees_whom(rows, picked)
-    o, log_sum = solve(q, k, v, chosen, seen, config or kernel.SAFE, interpret)
+    o, log_sum = solved(q, k, v, chosen, seen, config or kernel.SAFE, interpret)
     return o[:, :slots], log_sum[:, :, :slots].swapaxes(1, 2)
 
 
@@ -219,5 +220,5 @@ def causal(q, k, v, document, config, interpret) -> tuple[jax.Array, jax.Array]:
         rows = rows_of(number, number, number > 0)
     seen = who_sees_whom(rows)
     factor = jnp.ones(seen.order.shape, jnp.float32)
-    o, log_sum = solve(q, k, v, factor, seen, config or kernel.SAFE, interpret)
+    o, log_sum = solved(q, k, v, factor, seen, config or kernel.SAFE, interpret)
     return o[:, :time], log_sum[..., :time].swapaxes(1, 2)

@@ -74,12 +74,13 @@ def _cached_backward(_, saved, cotangent):
 
 
 solve_cached.defvjp(_cached_forward, _cached_backward)
+solved_cached = jax.jit(solve_cached, static_argnums=4)  # traced and lowered once for all layers of the same sizes
 
 
 def latest(q, k, v, limit, interpret=None) -> jax.Array:
     """`attention_blocks.latest` by the kernel."""
     require("softmax_attention", q, k, v, interpret)
-    return solve_cached(q, k, v, jnp.minimum(limit, k.shape[1]), interpret)
+    return solved_cached(q, k, v, jnp.minimum(limit, k.shape[1]), interpret)
 
 
 def before(q, mine, k, v, length, interpret) -> tuple[jax.Array, jax.Array]:
@@ -100,7 +101,7 @@ def softmax(q, k, v, document, cache, _start=0, config=None, interpret=None) -> 
     require("softmax_attention", q, cache.k, cache.v, interpret)
     if q.size == 0 or v.size == 0:
         return jnp.zeros((*q.shape[:3], v.shape[3]), v.dtype)
-    return continued(q, k, v, cache, document, config, interpret)
+    return solved_behind(q, k, v, cache, document, config, interpret)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -129,6 +130,7 @@ def _continued_backward(_config, _interpret, saved, cotangent):
 
 
 continued.defvjp(_continued_forward, _continued_backward)
+solved_behind = jax.jit(continued, static_argnums=(5, 6))  # traced and lowered once for all layers of the same sizes
 
 
 # ---- pages of selected chunks ---------------------------------------------------------------------------------------
@@ -182,12 +184,13 @@ def _paged_backward(routes, _, saved, cotangents):
 
 
 solve_paged.defvjp(_paged_forward, _paged_backward)
+solved_paged = jax.jit(solve_paged, static_argnums=(3, 4))  # traced and lowered once for all layers of the same sizes
 
 
 def paged(q, mine, routes: int, pool: Pool, interpret=None) -> tuple[jax.Array, jax.Array]:
     """`selected_pages.paged` by a kernel."""
     require_pages(q, pool, interpret)
-    return solve_paged(q, mine, pool, routes, interpret)
+    return solved_paged(q, mine, pool, routes, interpret)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -217,6 +220,7 @@ def _latest_backward(routes, _, saved, cotangent):
 
 
 solve_latest.defvjp(_latest_forward, _latest_backward)
+solved_latest = jax.jit(solve_latest, static_argnums=(5, 6))  # traced and lowered once for all layers of the same sizes
 
 
 def latest_of_pages(q, open_k, open_v, fill, pool: Pool, routes: int, interpret=None) -> jax.Array:
@@ -224,4 +228,4 @@ def latest_of_pages(q, open_k, open_v, fill, pool: Pool, routes: int, interpret=
     require_pages(q, pool, interpret)
     if not open_k.dtype == open_v.dtype == q.dtype:
         raise NotImplementedError(f"block_sparse_attention: an open chunk of {open_k.dtype}, but q of {q.dtype}")
-    return solve_latest(q, open_k, open_v, fill, pool, routes, interpret)
+    return solved_latest(q, open_k, open_v, fill, pool, routes, interpret)

@@ -38,7 +38,7 @@ def windowed(x, weight, bias, before, reach, activation=None, config=None, inter
         raise NotImplementedError(f"causal_conv: x of shape {x.shape} has nothing to convolve")
     if reason := kernel.unsupported(weight.shape[0], x.shape[2], x.dtype, activation):
         raise NotImplementedError(f"causal_conv: no GPU kernel for {reason}")
-    return _solve(x, weight, bias, before, reach, How(activation, config or kernel.SAFE, interpret))
+    return solved(x, weight, bias, before, reach, How(activation, config or kernel.SAFE, interpret))
 
 
 def _first(x, weight, bias, before, reach, activation) -> jax.Array:
@@ -101,3 +101,4 @@ def _backward(how, residuals, d_y):
 
 
 _solve.defvjp(_forward, _backward)
+solved = jax.jit(_solve, static_argnums=5)  # traced and lowered once for all layers of the same sizes

@@ -27,7 +27,7 @@ def one_token(f: Fenwick, interpret=None) -> tuple[jax.Array, jax.Array]:
         raise NotImplementedError(f"one-token kernel: u has shape {x.u.shape}, but it takes T = 1 and no empty axis.")
     if reason := unsupported(x.k.shape[3], x.u.shape[3], 1):
         raise NotImplementedError(f"one-token kernel: {reason}; use implementation='recurrent'.")
-    return _solve(f._replace(states=states_of(f)), interpret)
+    return solved(f._replace(states=states_of(f)), interpret)
 
 
 def live_slots(start: jax.Array, levels: int) -> jax.Array:
@@ -69,3 +69,4 @@ def _backward(_, f, cotangents):
 
 
 _solve.defvjp(_forward, _backward)
+solved = jax.jit(_solve, static_argnums=1)  # traced and lowered once for all layers of the same sizes

@@ -27,7 +27,7 @@ def one_token(x: Recurrence, interpret=None) -> tuple[jax.Array, jax.Array]:
         raise NotImplementedError(f"one-token kernel: u has shape {x.u.shape}, but it takes T = 1 and no empty axis.")
     if reason := unsupported(*x.initial_state.shape[2:]):
         raise NotImplementedError(f"one-token kernel: {reason}; use implementation='recurrent'.")
-    return _solve(tuple(x), interpret)
+    return solved(tuple(x), interpret)
 
 
 def more_rows(step: Callable) -> Callable:
@@ -70,3 +70,4 @@ def _backward(_, arrays, cotangents):
 
 
 _solve.defvjp(_forward, _backward)
+solved = jax.jit(_solve, static_argnums=1)  # traced and lowered once for all layers of the same sizes
