@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from efla_jax import ops
+from efla_jax.ops.pallas_conv import windowed
 from tests.lowering import custom_calls, lower_cuda, mosaic_calls, time_limit
 
 PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
@@ -38,6 +40,32 @@ def test_a_kernel_becomes_one_mosaic_call():
 
 def test_plain_jax_has_no_mosaic_call():
     assert mosaic_calls(lower_cuda(lambda x: jnp.sin(x) @ x.T, jnp.zeros((8, 8)))) == 0
+
+
+LAYERS = {  # a layer of x [1, 128, 2, 64]
+    "causal_conv": lambda x: windowed(x.reshape(1, 128, 128), jnp.ones((4, 128)), None, None, None).reshape(x.shape),
+    "softmax_attention": lambda x: ops.softmax_attention(x, x, x, implementation="pallas")[0],
+    "delta_rule": lambda x: ops.delta_rule(x, x, x, *2 * [jnp.zeros((1, 128, 2))], implementation="pallas")[0],
+    "linear_attention": lambda x: ops.linear_attention(x, x, x, jnp.zeros((1, 128, 2)), implementation="pallas")[0],
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in ("delta_rule", "linear_attention") else n for n in LAYERS]
+)
+def test_a_kernel_is_lowered_once_for_all_layers(name):
+    """Lowering a kernel takes a second: a model of 21 blocks that are all different ones would spend minutes on it."""
+    x = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
+
+    def calls(count: int) -> int:
+        def loss(x):
+            for _ in range(count):
+                x = jax.checkpoint(LAYERS[name])(x)
+            return jnp.sum(x.astype(jnp.float32))
+
+        return mosaic_calls(lower_cuda(jax.grad(loss), x))
+
+    assert calls(4) == calls(3) > 0  # the first and the last layer have fewer gradients
 
 
 def test_too_much_shared_memory_is_refused():
