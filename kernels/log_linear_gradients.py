@@ -124,11 +124,26 @@ def query_pairs(memory: Memory, slot, sums, balance, group, own: bool) -> tuple[
     return weighted.astype(memory.q.dtype), balance
 
 
+def query_state(so_far, q, d_o, state, gates, sums, here, level) -> tuple[jax.Array, jax.Array]:
+    """dQ [64, K] and the balance with what comes by way of a state, while the sums of its level are written."""
+    total, balance = so_far
+
+    def multiply(acc):
+        plgpu.wgmma(acc, d_o, state)
+        decay = since_state(gates, here, level)
+        weight = vector(gates.at[READS + level, here]) * decay
+        seen = accumulated(acc, wait_n=0)
+        product = jnp.sum(q * seen, axis=1)
+        sums.at[INSIDE + level][...] = product * decay
+        return total + seen * lax.broadcast_in_dim(weight, total.shape, (0,)), balance + product * weight
+
+    return pl.run_scoped(multiply, plgpu.ACC(total.shape, f32))
+
+
 def query_gradients(task: Task, memory: Memory, results, sums, balances, left, interpret) -> None:
     """A compute warpgroup of `queries`: all tiles."""
     number, stages, live, key_dim = lax.axis_index("group"), memory.values.shape[0], task.live, task.sizes.key_dim
-    (d_q, sums_g, balances_g), wide = results, plgpu.ACC((ROWS, key_dim), f32)
-    none = zeros((ROWS,))
+    (d_q, sums_g, balances_g), none = results, zeros((ROWS,))
     for level in range(INSIDE, task.sizes.levels):  # states that the block does not read
         sums.at[level][...] = none
     plgpu.barrier_wait(memory.keys)
@@ -157,23 +172,11 @@ def query_gradients(task: Task, memory: Memory, results, sums, balances, left, i
         q = plgpu.load(memory.q.at[here], layout=WGMMA, optimized=False).astype(f32)
 
         def read(m, carry):
-            (total, balance), left_of = carry
-            place = lax.rem(i * live + m, memory.states.shape[0])
+            so_far, left_of = carry
+            place, level = lax.rem(i * live + m, memory.states.shape[0]), lowest_level(left_of)
             plgpu.barrier_wait(memory.state_full.at[place])
-            level = lowest_level(left_of)
-
-            def multiply(acc):
-                plgpu.wgmma(acc, memory.values.at[slot, 1, here], memory.states.at[place])
-                gates = memory.gates.at[slot]
-                decay = since_state(gates, here, level)
-                weight = vector(gates.at[READS + level, here]) * decay
-                seen = accumulated(acc, wait_n=0)
-                product = jnp.sum(q * seen, axis=1)
-                sums.at[INSIDE + level][...] = product * decay
-                wide_weight = lax.broadcast_in_dim(weight, (ROWS, key_dim), (0,))
-                return total + seen * wide_weight, balance + product * weight
-
-            so_far = pl.run_scoped(multiply, wide)
+            d_o, state = memory.values.at[slot, 1, here], memory.states.at[place]
+            so_far = query_state(so_far, q, d_o, state, memory.gates.at[slot], sums, here, level)
             plgpu.barrier_arrive(memory.state_empty.at[place])
             return so_far, without_lowest(left_of)
 
