@@ -39,6 +39,11 @@ def log_linear(q, k, u, log_decay):
     return ops.log_linear_attention(q, k, u, log_decay, levels, implementation="pallas")[0]
 
 
+def log_linear_delta(q, k, u, erase, log_decay):
+    levels = jnp.ones((*log_decay.shape, 12))
+    return ops.log_linear_delta_rule(q, k, u, erase, log_decay, levels, implementation="pallas")[0]
+
+
 def linear(q, k, u, log_decay):
     return ops.linear_attention(q, k, u, log_decay, implementation="pallas")[0]
 
@@ -46,11 +51,11 @@ def linear(q, k, u, log_decay):
 CASES = [
     pytest.param(name, op, marks=() if (name, op) == ("time", delta) else pytest.mark.slow)
     for name in MESHES
-    for op in (delta, linear, raw_keys, log_linear)
+    for op in (delta, linear, raw_keys, log_linear, log_linear_delta)
 ]
 
 
 @pytest.mark.parametrize("name, op", CASES)
 def test_recurrences(name, op):
-    gates = (shaped(HEADS, dtype=jnp.float32),) * (2 if op is delta else 1)
+    gates = (shaped(HEADS, dtype=jnp.float32),) * (2 if op in (delta, log_linear_delta) else 1)
     assert mosaic_calls(lowered_on(MESHES[name], op, *(shaped(HEADS, DIM),) * 3, *gates)) >= 2  # forward and backward
