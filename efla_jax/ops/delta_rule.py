@@ -43,7 +43,7 @@ def delta_rule(
     Under `jax.set_mesh` with a mesh of `sharding.make_mesh` each device has its rows, heads and part of the time.
 
     implementation: "recurrent" (the definition), "associative", "chunked" (XLA), "pallas" (GPU kernels: NVIDIA Hopper,
-    q, k, u all bfloat16 or all float16, K 64 or 128, V a multiple of 64), "auto".
+    q, k, u all bfloat16 or all float16, K 64, 128 or 256, V a multiple of 64), "auto".
     chunk_size: 16, 32, 64 or 128 tokens solved at once by "chunked". Raises ValueError for input that does not fit,
     NotImplementedError for a kernel that does not support it. Source: DeltaNet (arXiv 2406.06484), Gated DeltaNet
     (arXiv 2412.06464), EFLA (arXiv 2512.12602).
