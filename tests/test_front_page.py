@@ -28,6 +28,18 @@ def test_a_claim_has_what_its_verdict_needs(claim):
         check_command(shlex.join(word for word in words if word != "--"))
 
 
+BLOCKS = re.findall(r"^```\n(.*?)^```", (front_page.RESULTS / "README.md").read_text(), re.S | re.M)
+TYPED = [line for text in BLOCKS for line in text.replace("\\\n", " ").splitlines() if "python -m experiments." in line]
+
+
+@pytest.mark.parametrize("command", TYPED)
+def test_a_command_of_the_results_can_be_typed(command):
+    words = shlex.split(command, comments=True)
+    for argument in (word.partition("=")[2].split(",")[0] for word in words if word.startswith("--arguments=")):
+        words = [f"{word}:{argument}" if word.startswith("--config=") else word for word in words]  # of a sweep
+    check_command(shlex.join(word for word in words if word != "--"))
+
+
 def test_every_figure_of_ours_is_read_from_a_table():
     """Numbers typed into claims.toml are settings (rates, sizes, positions), never results."""
     text = (front_page.RESULTS / "claims.toml").read_text()
