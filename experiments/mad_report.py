@@ -134,7 +134,7 @@ def write(folder: pathlib.Path, out: pathlib.Path, epochs: int = 0, draw: Callab
     means = {"macro": "macro accuracy (mean over classes, as published)", "micro": "micro accuracy (mean over targets)"}
     text = "\n\n".join(f"{means[score].capitalize()} {note}.\n\n{table(rows, score)}" for score in SCORES)
     text += f"\n\nEnded runs: {grids(rows)}. With --first others of a seed that got to the goal have not ended."
-    if epochs:
+    if any(row["epochs"] == epochs for row in rows):
         text += f" Those of {epochs} epochs were broken off later than that."
     (out / "table.md").write_text(text + "\n")
     draw([panel(rows, score) for score in SCORES], out / "mad.png")

@@ -55,7 +55,9 @@ from experiments.runs import restored
 
 RUNS = flags.DEFINE_string("runs", None, "folder whose sub-folders are finished runs; all but level_weights")
 SHOW = flags.DEFINE_list("show", [], "corruption: labels to draw; all by default")
-EPOCHS = flags.DEFINE_integer("epochs", 0, "mad: a run broken off after this many counts as one of so many; 0: no")
+EPOCHS = flags.DEFINE_integer(
+    "epochs", 0, "mad: a run broken off after this many counts as one of so many; 0: no", lower_bound=0
+)
 OUT = flags.DEFINE_string("out", None, "folder to write to, or for level_weights a .png")
 CHECKPOINT = flags.DEFINE_string("checkpoint", None, "level_weights: a run's folder, or that of one of its steps")
 DATA = flags.DEFINE_string("data", "", "level_weights: the run's data, if no longer at its config.data.path")
