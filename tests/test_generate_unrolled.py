@@ -48,6 +48,11 @@ def test_blocks_by_themselves_are_the_same_model():
     assert not np.allclose(first, second)  # or their order would not show
 
 
+def test_decoding_recomputes_nothing():
+    model, params = model_of()
+    assert unrolled(model.clone(remat="dots"), params)[0] == unrolled(model, params)[0]
+
+
 def test_a_mixer_of_a_dtype_of_its_own_keeps_its_matrices():
     model, params = model_of(dtype="bfloat16")
     options = {"efla": {**OPTIONS["efla"], "dtype": "float32"}, "attention": OPTIONS["attention"]}
