@@ -40,6 +40,9 @@ FLOORS = dict.fromkeys(NAMES, FLOOR) | {"states": 3.7e-3, "dlog_decay": 3.7e-3, 
 # and their cotangents, of queries and states, each factor rounded to bfloat16 as it passes memory. It read 6.3e-3 where
 # the chunked form, which keeps states and cotangents in float32, has 3.8e-3.
 NO_DECAY = {"dlog_decay": 7e-3}
+# dk is a sum of the gradients of the reads and of either kind of node, each rounded to bfloat16 in memory, where the
+# chunked form has float32; keys that are nearly parallel cancel some of it. It read up to 1.22 times the chunked form's.
+RATIOS = dict.fromkeys(NAMES, RATIO) | {"dk": 1.3}
 FLOAT16 = 1e-3
 RACE = "RACE DETECTED"
 CASES = ("random", "no decay", "strong decay", "forget", "mixed decay", "zero keys", "cosine 0.99", "erase up to 2")
@@ -115,7 +118,7 @@ def compare(arguments, cotangents, floors=FLOORS, position=None, ids=None):
 
     errors, bounds = errors_of(CONFIG), dict.fromkeys(NAMES, FLOAT16)
     if arguments[2].dtype == jnp.bfloat16:
-        bounds = {n: max(RATIO * error, floors[n]) for n, error in errors_of(None).items()}
+        bounds = {n: max(RATIOS[n] * error, floors[n]) for n, error in errors_of(None).items()}
     assert all(errors[n] <= bounds[n] for n in errors), {n: (errors[n], bounds[n]) for n in errors}
 
 
