@@ -41,7 +41,7 @@ FLOORS = dict.fromkeys(NAMES, FLOOR) | {"states": 3.7e-3, "dlog_decay": 3.7e-3, 
 # the chunked form, which keeps states and cotangents in float32, has 3.8e-3.
 NO_DECAY = {"dlog_decay": 7e-3}
 # dk is a sum of the gradients of the reads and of either kind of node, each rounded to bfloat16 in memory, where the
-# chunked form has float32; keys that are nearly parallel cancel some of it. It read up to 1.22 times the chunked form's.
+# chunked form has float32; keys that are nearly parallel cancel some of it. It read up to 1.22 times that form's error.
 RATIOS = dict.fromkeys(NAMES, RATIO) | {"dk": 1.3}
 FLOAT16 = 1e-3
 RACE = "RACE DETECTED"
