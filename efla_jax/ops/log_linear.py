@@ -34,14 +34,9 @@ def table(op: str) -> Table:
 TABLES = {op: table(op) for op in KERNELS}
 
 
-def measured(time: int) -> tuple[str, ...]:
-    """What "auto" tries: no GPU kernel, which is for those who ask for it (`kernels/README.md` says why)."""
-    return tuple(name for name in automatic(time) if name != "pallas")
-
-
 def run(op: str, f: Fenwick, chunk_size: int, implementation: str) -> tuple[Any, FenwickState]:
     check_chunk_size(chunk_size)
-    auto = measured(f.x.k.shape[1])
+    auto = automatic(f.x.k.shape[1])
 
     def flat(x):  # of parts of the time only
         return dispatch("delta_rule", implementation, FLAT, automatic(x.k.shape[1]), (x, chunk_size))
