@@ -297,6 +297,14 @@ def lowered(sizes, dtype, config, packed=False):
     return lower_cuda(run, (keys, keys, values, gates, gates, weights), states, position, ids, (values, states))
 
 
+def test_auto_takes_the_kernels_on_a_hopper_gpu():
+    shape = jax.ShapeDtypeStruct
+    keys, gates = shape((1, 128, 1, 64), jnp.bfloat16), shape((1, 128, 1), jnp.float32)
+    given = keys, keys, keys, gates, gates, shape((1, 128, 1, 8), jnp.float32)
+    assert mosaic_calls(lower_cuda(lambda *x: ops.log_linear_delta_rule(*x), *given)) == 3  # inverse, nodes, reads
+    assert not mosaic_calls(lower_cuda(lambda *x: ops.log_linear_delta_rule(*x), *given, device_kind="NVIDIA A100"))
+
+
 def kernels(time: int) -> int:
     """Of value and gradients: the inverse, the nodes, the reads; the queries, the descent, the sums over one, two, four
     and more readers; the steps of first chunks and of all, the nodes' gradients; of every level a merge and its two
