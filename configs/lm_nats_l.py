@@ -21,7 +21,7 @@ every result: the published hybrid has no positions and its baselines rotate, so
 
 from configs.common import check_mixer, pretraining
 
-DEPTH, SOFTMAX_LAYERS = 21, (3, 7, 11, 15, 19, 20)
+DEPTH = 21
 # width, heads of the delta rule, key dim, attention heads, SwiGLU
 SIZES = {"340m": (1024, 6, 128, 12), "760m": (1536, 6, 192, 18)}
 MODELS = {  # mixer of the softmax layers, of the others, rope_base
@@ -50,10 +50,10 @@ def get_config(arg: str = ""):
     width, heads, key_dim, attention_heads = SIZES[size]
     choices = options(width, heads, key_dim, attention_heads, rope_base)
     config = pretraining(others, choices, {}, depth=DEPTH)
-    pattern = tuple(some if layer in SOFTMAX_LAYERS else others for layer in range(DEPTH))
     config.model.depth = DEPTH
-    config.model.mixers = pattern if some != others else (some,)
-    config.model.mixer_options = {name: choices[name] for name in dict.fromkeys(config.model.mixers)}
+    if some != others:
+        config.model.mixers, config.model.tail = (others, others, others, some), (some,)
+    config.model.mixer_options = {name: choices[name] for name in dict.fromkeys((some, others))}
     config.model.width = width
     config.model.remat = "full"
     config.data.window = 4096

@@ -54,9 +54,8 @@ def forward_flops_per_token(model: LanguageModel, length: int) -> float:
     entries = sum(leaf.size for path, leaf in leaves if path[-1].key in MULTIPLIES)
     if model.tie_embeddings:
         entries += params["embed"]["embedding"].size
-    mixers = [MIXERS[name](**mixer_fields(model, name), parent=None) for name in model.mixers]
-    operators = sum(mixer.operator_flops(length) for mixer in mixers)
-    return 2.0 * entries + operators * (model.depth // len(mixers))
+    mixers = [MIXERS[name](**mixer_fields(model, name), parent=None) for name in model.layers]
+    return 2.0 * entries + sum(mixer.operator_flops(length) for mixer in mixers)
 
 
 def train_flops_per_token(model: LanguageModel, length: int) -> float:

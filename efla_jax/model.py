@@ -31,8 +31,8 @@ POLICIES = {
 
 def check_mixers(model) -> None:
     """Raise ValueError for an empty pattern, an unknown mixer, options that it does not take or that do not fit."""
-    mixers, options = model.mixers, model.mixer_options
-    if not mixers:
+    mixers, options = model.mixers + getattr(model, "tail", ()), model.mixer_options
+    if not model.mixers:
         raise ValueError(f"mixers: the pattern is empty; name at least one of {tuple(MIXERS)}.")
     for name in mixers:
         if name not in MIXERS:
@@ -57,16 +57,18 @@ def mixer_fields(model, name: str) -> dict[str, Any]:
 
 
 class Group(nn.Module):
-    """One pass through the pattern of mixers: the unit that the depth repeats. Caches are a tuple, one per block."""
+    """One pass through the pattern of mixers: the unit that the depth repeats. Caches are a tuple, one per block.
+    first: the number of its first block."""
 
     blocks: tuple[Mapping[str, Any], ...]
+    first: int = 0
 
     @nn.compact
     def __call__(self, x, segment_ids, caches):
         caches = (None,) * len(self.blocks) if caches is None else caches
         after = []
         for i, (fields, cache) in enumerate(zip(self.blocks, caches, strict=True)):
-            x, cache = Block(**fields, name=f"block_{i}")(x, segment_ids, cache)
+            x, cache = Block(**fields, name=f"block_{self.first + i}")(x, segment_ids, cache)
             after.append(cache)
         return x, tuple(after)
 
@@ -74,7 +76,8 @@ class Group(nn.Module):
 class LanguageModel(nn.Module):
     """Embedding, `depth` blocks of mixer and MLP, norm, logits in float32.
 
-    mixers           pattern, repeated depth / len(mixers) times, of names of `layers.MIXERS`
+    mixers           pattern, repeated as often as the depth has it, of names of `layers.MIXERS`
+    tail             mixers of the blocks behind the last repetition: depth = repetitions x len(mixers) + len(tail)
     mixer_options    fields per mixer name, num_heads at least; width, norm_eps, kernel_init, init_std and dtype are the
                      model's where a mixer's options do not say otherwise
     mlp              "swiglu" or "none"; mlp_ratio as of a plain MLP (see `swiglu_width`); mlp_width > 0 overrides it
@@ -83,8 +86,8 @@ class LanguageModel(nn.Module):
     embedding_dropout    on the embedding alone; None: dropout
     kernel_init      see `kernel_initializer`; embedding and head begin normal with init_std
     remat            "none"; "full": recompute each group in the backward pass; "dots": but keep its dense products
-    scan             one compiled group for all of the depth; False unrolls it. Parameters are the same either way:
-                     those of the groups have a leading axis, one entry per repetition
+    scan             one compiled group for all repetitions; False unrolls it. Parameters are the same either way:
+                     those of the groups have a leading axis, one entry per repetition (of the tail's blocks, one)
     dtype            of products and the residual stream; parameters, gates, states, norms' sums and logits are float32
     """
 
@@ -107,6 +110,7 @@ class LanguageModel(nn.Module):
     dtype: DTypeLike = "float32"
     remat: str = "none"
     scan: bool = True
+    tail: tuple[str, ...] = ()
 
     def __post_init__(self):
         object.__setattr__(self, "mixer_options", freeze(self.mixer_options))  # hashable, so that apply can be jitted
@@ -119,10 +123,11 @@ class LanguageModel(nn.Module):
         check_choice("norm_position", self.norm_position, NORM_POSITIONS)
         check_choice("remat", self.remat, ("none", *POLICIES))
         kernel_initializer(self.kernel_init, self.init_std)
-        if self.depth < 1 or self.depth % len(self.mixers):
+        if self.repetitions < 1 or (self.depth - len(self.tail)) % len(self.mixers):
+            behind = f" and the tail {self.tail}" if self.tail else ""
             raise ValueError(
-                f"depth: {self.depth} blocks are not a whole number of patterns {self.mixers}."
-                f" Choose a multiple of {len(self.mixers)}."
+                f"depth: {self.depth} blocks are not a whole number of patterns {self.mixers}{behind}."
+                f" Choose a multiple of {len(self.mixers)}{f', plus {len(self.tail)}' if self.tail else ''}."
             )
         for field in ("dropout", "embedding_dropout"):
             if not 0 <= (getattr(self, field) or 0) < 1:
@@ -132,19 +137,31 @@ class LanguageModel(nn.Module):
                 raise ValueError(f"{field}: {getattr(self, field)} is not positive; set it above 0.")
         super().__post_init__()
 
+    @property
+    def repetitions(self) -> int:
+        """How often the pattern of mixers is repeated."""
+        return (self.depth - len(self.tail)) // len(self.mixers)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The mixer of every block, from the first to the last."""
+        return self.mixers * self.repetitions + self.tail
+
     @nn.nowrap
     def init_cache(self, batch_size: int, max_length: int | None = None) -> tuple:
-        """A fresh cache of `batch_size` rows: one entry per mixer of the pattern, leaves [groups, B, ...].
+        """A fresh cache of `batch_size` rows: one entry per mixer of the pattern, leaves [repetitions, B, ...], and one
+        per mixer of the tail, leaves [1, B, ...].
 
         max_length: how many tokens those mixers make room for whose cache grows with them (None: their default)."""
-        groups = self.depth // len(self.mixers)
         caches = []
-        for name in self.mixers:
+        for i, name in enumerate(self.mixers + self.tail):
             mixer = MIXERS[name](**mixer_fields(self, name), parent=None)
             grows = max_length is not None and "max_length" in inspect.signature(mixer.init_cache).parameters
             room = {"max_length": max_length} if grows else {}
-            caches.append(mixer.init_cache(batch_size, **room))
-        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (groups, *leaf.shape)), tuple(caches))
+            count = self.repetitions if i < len(self.mixers) else 1
+            one = mixer.init_cache(batch_size, **room)
+            caches.append(jax.tree.map(lambda leaf, count=count: jnp.broadcast_to(leaf, (count, *leaf.shape)), one))
+        return tuple(caches)
 
     def setup(self):
         normal = nn.initializers.normal(self.init_std)
@@ -153,15 +170,20 @@ class LanguageModel(nn.Module):
         if self.remat != "none":
             # Inside a loop nothing can be merged with the forward pass, so the barrier against it is not needed.
             group = nn.remat(Group, prevent_cse=not self.scan, policy=POLICIES[self.remat])
-        groups = self.depth // len(self.mixers)
-        self.groups = nn.scan(
-            group,
-            variable_axes={"params": 0, "intermediates": 0},
-            split_rngs={"params": True, "dropout": True},
-            in_axes=(nn.broadcast, 0),
-            length=groups,
-            unroll=1 if self.scan else groups,
-        )(tuple(self.block_fields(name) for name in self.mixers))
+
+        def repeated(mixers: tuple[str, ...], count: int, first: int) -> Any:
+            return nn.scan(
+                group,
+                variable_axes={"params": 0, "intermediates": 0},
+                split_rngs={"params": True, "dropout": True},
+                in_axes=(nn.broadcast, 0),
+                length=count,
+                unroll=1 if self.scan else count,
+            )(tuple(self.block_fields(name) for name in mixers), first)
+
+        self.groups = repeated(self.mixers, self.repetitions, 0)
+        if self.tail:
+            self.last = repeated(self.tail, 1, self.depth - len(self.tail))
         self.final_norm = NORMS[self.norm](epsilon=self.norm_eps, dtype=self.dtype)
         self.drop = nn.Dropout(self.dropout if self.embedding_dropout is None else self.embedding_dropout)
         if not self.tie_embeddings:
@@ -218,7 +240,12 @@ class LanguageModel(nn.Module):
         x = jnp.take(self.embed.embedding, constrain(tokens, "rows", "time"), axis=0).astype(self.dtype)
         x = constrain(constrain(x, "rows", "time", "width"), "batch", "time", None)
         x = self.drop(x, deterministic=not self.has_rng("dropout"))
-        return self.groups(x, segment_ids, cache)
+        count = len(self.mixers)
+        x, after = self.groups(x, segment_ids, None if cache is None else cache[:count])
+        if not self.tail:
+            return x, after
+        x, behind = self.last(x, segment_ids, None if cache is None else cache[count:])
+        return x, (*after, *behind)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Logits [..., vocab_size] float32 of features [..., width]."""

@@ -55,7 +55,7 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"params/(head/bias|norm/(scale|bias))", (None,)),
     (r"params/position", (None, None)),
 )
-REPEATED = re.compile(r"(^|/)groups/")
+REPEATED = re.compile(r"(^|/)(groups|last)/")
 
 
 def mesh_sizes(devices: int, *, data: int = -1, fsdp: int = 1, tensor: int = 1, context: int = 1) -> dict[str, int]:

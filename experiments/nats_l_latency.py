@@ -43,7 +43,7 @@ from experiments.language_runs import positive
 from experiments.nats_l_contexts import begun, forced, in_use
 
 MODELS = ("nats_l_hybrid", "transformer", "gated_delta_net", "gdn_hybrid")
-TINY = {"width": 64, "mlp_width": 64, "depth": 3}
+TINY = {"width": 64, "mlp_width": 64, "depth": 3, "tail": ()}
 SPARE = 2048  # slots of a cache beyond the longest context
 FIELDS = (
     "model", "fraction", "length", "read_ms", "read_tokens_per_second", "read_temporaries_mib", "write_ms_per_token",
@@ -59,7 +59,7 @@ def fields_of(name: str, size: str) -> dict[str, Any]:
     model = settings.plain(lm_nats_l.get_config(known))["model"]
     if name == "transformer":
         attention = {"num_heads": model["width"] // 64, "rope_base": 10000.0}
-        model |= {"mixers": ("attention",), "depth": 24, "mixer_options": {"attention": attention}}
+        model |= {"mixers": ("attention",), "tail": (), "depth": 24, "mixer_options": {"attention": attention}}
     if size == "tiny":
         delta = {"num_heads": 2, "head_dim": 16, "expand_v": 2.0}
         tiny = {"gated_delta_net": delta, "attention": {"num_heads": 2}}
@@ -74,7 +74,8 @@ def model_of(name: str, chosen: argparse.Namespace, unrolled: bool) -> LanguageM
     """A model; unrolled: its pattern of mixers is all of the depth."""
     model = fields_of(name, chosen.size) | ({"dtype": chosen.dtype} if chosen.dtype else {})
     if unrolled:
-        model["mixers"] = model["mixers"] * (model["depth"] // len(model["mixers"]))
+        whole = settings.section({"model": model}, "model", LanguageModel, {"vocab_size": chosen.vocab_size})
+        model |= {"mixers": whole.layers, "tail": ()}
     return settings.section({"model": model}, "model", LanguageModel, {"vocab_size": chosen.vocab_size})
 
 

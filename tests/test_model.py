@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from efla_jax import sharding
+from efla_jax.flops import forward_flops_per_token
 from efla_jax.layers import MIXERS, Block, Reading
 from efla_jax.layers.block import swiglu_width
 from efla_jax.layers.projections import float32_logits, float32_sums
 from efla_jax.model import LanguageModel, SequenceClassifier
+from efla_jax.train.step import make_signals
 from tests.oracle import relative_rms
 
 OPTIONS = {name: {"num_heads": 2} for name in MIXERS}
@@ -252,6 +255,25 @@ def test_bfloat16_products_float32_parameters_and_logits():
     assert np.median([relative_rms(*pair) for pair in draws]) <= 5e-2
 
 
+def test_blocks_behind_the_last_repetition_know_their_depth():
+    """Their parameters are laid out as those of the groups, and what is read of them has its layer's number."""
+    options = {name: OPTIONS[name] for name in (*PATTERN, "nats_l")}
+    module = model(tail=("nats_l",), depth=5, mixer_options=options)
+    assert module.layers == PATTERN * 2 + ("nats_l",)
+    params = jax.jit(module.init)(jax.random.key(0), tokens())
+    groups, last = params["params"]["groups"], params["params"]["last"]
+    assert set(last) == {"block_4"} and {leaf.shape[0] for leaf in jax.tree.leaves(last)} == {1}
+    specs = sharding.specs(params)["params"]
+    assert specs["last"]["block_4"]["mlp"] == specs["groups"]["block_0"]["mlp"]
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(groups)} == {2}
+    told = make_signals(module)(params, {"tokens": tokens(32)})
+    assert {name.split("/")[1] for name in told if "/" in name} == {"layer_04"}
+    _, cache = jax.jit(module.apply)(params, tokens())
+    jax.tree.map(lambda a, b: None, cache, module.init_cache(2))  # of one structure
+    whole = model(mixers=module.layers, depth=5, mixer_options=options)
+    assert forward_flops_per_token(module, 32) == forward_flops_per_token(whole, 32)
+
+
 def test_tied_embeddings_are_read_twice():
     module = model(tie_embeddings=True)
     params = {"params": {k: v for k, v in parameters()["params"].items() if k != "lm_head"}}
@@ -351,6 +373,9 @@ def no_type_checks():
         ({"mixers": ("efla",), "mixer_options": {"efla": {"num_heads": 3}}}, "width: 16 is not divisible by num_heads"),
         ({"depth": 3}, "depth: 3 blocks are not a whole number of patterns"),
         ({"depth": 0}, "depth: 0 blocks"),
+        ({"tail": ("efla",)}, r"depth: 4 blocks .* and the tail \('efla',\). Choose a multiple of 2, plus 1"),
+        ({"tail": ("efla",), "depth": 1}, "depth: 1 blocks are not a whole number"),
+        ({"tail": ("elfa",), "depth": 5}, "mixers: 'elfa' is not one of .* Did you mean 'efla'"),
         ({"vocab_size": 0}, "vocab_size: 0 is less than 1"),
         ({"mlp_width": -1}, "mlp_width: -1 is less than 0"),
         ({"dtype": "float64"}, "dtype: 'float64' is not one of"),

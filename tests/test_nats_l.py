@@ -335,8 +335,10 @@ def hand_count(arg):
         "nats_l": delta + 2 * d * 6 + keys * 2 * heads + 2 * (128 + 64),
         "attention": 4 * d * d + 2 * 64,
     }
-    pattern = lm_nats_l.get_config(arg).model.mixers
-    layers = sum(mixers[name] + 3 * d * inner + 2 * d for name in pattern) * (21 // len(pattern))
+    model = lm_nats_l.get_config(arg).model
+    tail = model.get("tail", ())
+    pattern = model.mixers * ((21 - len(tail)) // len(model.mixers)) + tail
+    layers = sum(mixers[name] + 3 * d * inner + 2 * d for name in pattern)
     return layers + 2 * 32000 * d + d
 
 
@@ -346,6 +348,8 @@ def test_recipes_have_the_parameters_counted_by_hand(arg):
     model = settings.build_model(config, types.SimpleNamespace(kind="tokens", vocab_size=32000))
     params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == hand_count(arg)
+    softmax = [i for i, name in enumerate(model.layers) if name != "gated_delta_net"]
+    assert softmax == ([3, 7, 11, 15, 19, 20] if "hybrid" in arg else list(range(21)))
     sharding.specs(params)
 
 

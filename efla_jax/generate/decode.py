@@ -35,7 +35,7 @@ def decode_block(
     not finite, or -1."""
     allowed = jnp.arange(logits.shape[-1]) < limit
     blocks, params = unrolled(model, params)
-    repeats = len(blocks.mixers) // len(model.mixers)
+    sizes = len(model.mixers), (len(blocks.mixers) - len(model.tail)) // len(model.mixers)
 
     def step(carry):
         i, tokens, logits, cache, going, broken = carry
@@ -55,9 +55,9 @@ def decode_block(
         return (carry[0] < count) & carry[4].any()
 
     nothing = jnp.full((len(logits), block), -1, jnp.int32)
-    carry = jnp.int32(0), nothing, logits, apart(cache, repeats), going, jnp.full((len(logits),), -1, jnp.int32)
+    carry = jnp.int32(0), nothing, logits, apart(cache, *sizes), going, jnp.full((len(logits),), -1, jnp.int32)
     _, tokens, logits, cache, going, broken = lax.while_loop(more, step, carry)
-    return tokens, logits, together(cache, repeats), going, broken
+    return tokens, logits, together(cache, *sizes), going, broken
 
 
 class Decoding:

@@ -79,7 +79,7 @@ def grown(model: LanguageModel, cache: tuple, room: int, coming: int) -> tuple:
     """The cache, with room for documents of `room` tokens where it has less, and in pools of NAtS-L for what the next
     `coming` tokens may choose. Caches that do not grow stay as they are."""
     parts = []
-    for name, part in zip(model.mixers, cache, strict=True):
+    for name, part in zip(model.mixers + model.tail, cache, strict=True):
         if isinstance(part, AttentionCache):
             now = part.kv.k.shape[2]
             if room > now:  # by half at least, where that is not much: few programs serve a text that grows

@@ -22,17 +22,22 @@ MATRICES = re.compile(r"((q|k|v|g|z|x|B|C|gate|up|o|out|down)_proj|lm_head)/kern
 def unrolled(model: LanguageModel, params: Mapping[str, Any]) -> tuple[LanguageModel, Mapping[str, Any]]:
     """(model, params) that say the same with every block of the depth by itself; its caches: see `apart`. A model whose
     parameters are not those of a pattern that is repeated, as of a class of one's own, stays as it is."""
-    count, leaves = model.depth // len(model.mixers), dict(params.get("params", {}))
+    leaves = dict(params.get("params", {}))
     if "groups" not in leaves:
         return model, params
-    groups, repeated = {}, leaves.pop("groups")
-    for i in range(count):
-        for j, name in enumerate(model.mixers):
-            block = dict(jax.tree.map(lambda leaf: leaf[i : i + 1], repeated[f"block_{j}"]))  # noqa: B023
-            own = narrow(block.pop("mixer"), model.mixer_options.get(name, {}).get("dtype", model.dtype))
-            groups[f"block_{i * len(model.mixers) + j}"] = {**narrow(block, model.dtype), "mixer": own}
+    pattern, repeated, last = len(model.mixers), leaves.pop("groups"), leaves.pop("last", {})
+    blocks = [
+        jax.tree.map(lambda leaf: leaf[i : i + 1], repeated[f"block_{j}"])  # noqa: B023
+        for i in range(model.repetitions)
+        for j in range(pattern)
+    ]
+    blocks += [last[f"block_{i}"] for i in range(len(blocks), model.depth)]
+    groups = {}
+    for i, (name, block) in enumerate(zip(model.layers, map(dict, blocks), strict=True)):
+        own = narrow(block.pop("mixer"), model.mixer_options.get(name, {}).get("dtype", model.dtype))
+        groups[f"block_{i}"] = {**narrow(block, model.dtype), "mixer": own}
     leaves = narrow(leaves, model.dtype) | {"groups": groups}
-    return model.clone(mixers=model.mixers * count, remat="none"), {**params, "params": leaves}
+    return model.clone(mixers=model.layers, tail=(), remat="none"), {**params, "params": leaves}
 
 
 def narrow(params: Any, dtype: Any) -> Any:
@@ -44,17 +49,20 @@ def narrow(params: Any, dtype: Any) -> Any:
     return jax.tree_util.tree_map_with_path(one, params)
 
 
-def apart(cache: tuple, count: int) -> tuple:
-    """The cache of a model, leaves [count, B, ...] for each mixer of its pattern, as that of the unrolled model."""
+def apart(cache: tuple, pattern: int, count: int) -> tuple:
+    """The cache of a model, leaves [count, B, ...] for each mixer of its pattern and [1, B, ...] for those of its tail,
+    as that of the unrolled model."""
     if count == 1:
         return cache
-    return tuple(jax.tree.map(lambda leaf: leaf[i : i + 1], one) for i in range(count) for one in cache)  # noqa: B023
+    repeated = cache[:pattern]
+    ones = (jax.tree.map(lambda leaf: leaf[i : i + 1], one) for i in range(count) for one in repeated)  # noqa: B023
+    return (*ones, *cache[pattern:])
 
 
-def together(cache: tuple, count: int) -> tuple:
+def together(cache: tuple, pattern: int, count: int) -> tuple:
     """`apart`, undone."""
     if count == 1:
         return cache
-    pattern = len(cache) // count
-    same = (cache[j::pattern] for j in range(pattern))
-    return tuple(jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *blocks) for blocks in same)
+    same = (cache[j : pattern * count : pattern] for j in range(pattern))
+    repeated = (jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *blocks) for blocks in same)
+    return (*repeated, *cache[pattern * count :])
