@@ -203,6 +203,11 @@ def test_every_kind_of_input_in_packed_and_padded_rows(name):
     compare(arguments, cotangents, WHOLE, ids=packed_ids(2, 512))
 
 
+def test_a_row_of_padding_passes_on_what_it_began_with():
+    """And the cotangents of its states: no program meets a token there."""
+    compare(*case("random", "less than a block", 10), WHOLE, (260,), np.zeros((1, 70), np.int32))
+
+
 def some_ids(rng, batch, time):
     """Documents of lengths around one, a few and a cell, and padding."""
     lengths = rng.choice([[1, 2, 3], [129, 128, 1], [60, 70, 127, 200], [129, 1, 127]][rng.integers(4)], (batch, time))

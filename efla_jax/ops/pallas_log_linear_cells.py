@@ -122,6 +122,8 @@ def laid_in_cells(f: Fenwick, config, interpret) -> tuple[jax.Array, jax.Array]:
         first = (where.code[:, 0] < BLOCK)[..., None, None]
         o = o.at[:, :BLOCK].add(jnp.where(first, read, 0.0).astype(o.dtype))
     states = last_states(f, where, number, slots, k, u, g, last, low)
+    if f.states is not None and f.real is not None:  # of a row of padding alone the kernels give no gradient
+        states = jnp.where(jnp.any(f.real, axis=1)[:, None, None, None, None], states, f.states)
     return carried(o, where.slot, where.source), states
 
 
