@@ -155,7 +155,7 @@ def row_of(case: Case, arguments: tuple) -> dict[str, Any]:
             sizes = memory.temp_size_in_bytes, memory.argument_size_in_bytes, memory.output_size_in_bytes
             row["memory_gib"] = sum(sizes) / 2**30
         row |= measure(run, *arguments)
-    except (NotImplementedError, jax.errors.JaxRuntimeError) as reason:
+    except (NotImplementedError, ValueError, ExceptionGroup, jax.errors.JaxRuntimeError) as reason:
         print(f"{case.name} {PASSES[case.both]} at T={case.length}: {str(reason)[:200]}", flush=True)
         return row
     speed = case.moved() / (row["ms"] / 1e3)

@@ -59,7 +59,7 @@ def apart(found: Any, reference: Any) -> float:
     pairs = list(zip(jax.tree.leaves(found), jax.tree.leaves(reference), strict=True))
     wide = [(x.astype(jnp.float32), y.astype(jnp.float32)) for x, y in pairs]
     difference = sum(float(jnp.sum((x - y) ** 2)) for x, y in wide)
-    return math.sqrt(difference / sum(float(jnp.sum(y**2)) for _, y in wide))
+    return math.sqrt(difference / (sum(float(jnp.sum(y**2)) for _, y in wide) or 1.0))
 
 
 def chosen(tried: list[dict]) -> dict:
@@ -71,8 +71,8 @@ def chosen(tried: list[dict]) -> dict:
         wins = [all(gain > GAIN for (_, measured), gain in gains.items() if measured == name) for name in PASSES]
         return any(wins) and min(gains.values()) > 1 / LOSS
 
-    rivals = [row for row in tried[1:] if "error" not in row and better(row)] if "error" not in kept else tried[1:]
-    return min(rivals, key=lambda row: math.prod(row["ms"].values()) if "error" not in row else math.inf, default=kept)
+    rivals = [row for row in tried[1:] if "error" not in row and ("error" in kept or better(row))]
+    return min(rivals, key=lambda row: math.prod(row["ms"].values()), default=kept)
 
 
 def measure(config: Any, reference: dict[int, Any]) -> dict[str, Any]:
