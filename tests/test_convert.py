@@ -440,6 +440,7 @@ REFUSED_CONFIGS = {
     ("mamba2", "use_bias", True): "use_bias=True",
     ("mamba2", "time_step_limit", (0.001, 0.1)): "clipped",
     ("log_linear_mamba2", "n_groups", None): "n_groups is missing",
+    ("log_linear_mamba2", "n_groups", 2.0): r"n_groups=2\.0 is not a whole number",
     ("mamba2", "norm_eps", 1e-6): "layer_norm_epsilon and norm_eps differ",
 }
 

@@ -43,10 +43,12 @@ class Family(NamedTuple):
         return bool(self.buffers) and re.fullmatch(self.buffers, name) is not None
 
 
-def required(config: Fields, name: str) -> Any:
-    """A field that has no default which the libraries agree on."""
+def required(config: Fields, name: str) -> int:
+    """A whole number that has no default which the libraries agree on."""
     if config.get(name) is None:
         raise ValueError(f"config.json: {name} is missing; write it in, it cannot be guessed.")
+    if type(config[name]) is not int:
+        raise ValueError(f"config.json: {name}={config[name]!r} is not a whole number; write it as one.")
     return config[name]
 
 
