@@ -45,11 +45,11 @@ class Family(NamedTuple):
 
 def required(config: Fields, name: str) -> int:
     """A whole number that has no default which the libraries agree on."""
-    if config.get(name) is None:
+    if (found := config.get(name)) is None:
         raise ValueError(f"config.json: {name} is missing; write it in, it cannot be guessed.")
-    if type(config[name]) is not int:
-        raise ValueError(f"config.json: {name}={config[name]!r} is not a whole number; write it as one.")
-    return config[name]
+    if type(found) is not int:
+        raise ValueError(f"config.json: {name}={found!r} is not a whole number; write it as one.")
+    return found
 
 
 def section(config: Fields, mixer: str, options: Fields, norm_eps: float, mlp_width: int) -> dict[str, Any]:
@@ -208,11 +208,9 @@ def mamba_config(model: Fields, mixer: Fields) -> dict[str, Any]:
     eps, limit = mixer["norm_eps"], [0.0, math.inf]
     return shared_config(model) | {
         "num_heads": mixer["num_heads"], "head_dim": mixer["head_dim"],
-        "state_size": mixer["state_dim"],
-        "n_groups": mixer["num_groups"],
+        "state_size": mixer["state_dim"], "n_groups": mixer["num_groups"],
         "expand": inner // model["width"],
-        "conv_kernel": mixer["conv_width"],
-        "use_conv_bias": mixer["conv_bias"],
+        "conv_kernel": mixer["conv_width"], "use_conv_bias": mixer["conv_bias"],
         "use_bias": False, "hidden_act": "silu",
         "rms_norm": True, "rmsnorm": True, "norm_before_gate": False, "D_has_hdim": False,
         "residual_in_fp32": False,
