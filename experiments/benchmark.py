@@ -60,6 +60,7 @@ from experiments.benchmark_setting import (
     OP,
     OPERATORS,
     OUT,
+    PASSES,
     POSITIONS,
     REPEATS,
     ROUTED,
@@ -79,7 +80,6 @@ from experiments.benchmark_setting import (
 )
 
 flags.adopt_module_key_flags(benchmark_setting)
-PASSES = ("forward", "forward+backward")
 
 
 def program(name: str, both: bool) -> Callable:

@@ -20,9 +20,20 @@ import jax.numpy as jnp
 from absl import app
 
 from efla_jax import metrics, ops, selfcheck
-from experiments.benchmark_setting import BUDGET, DTYPE, LENGTHS, OPERATORS, OUT, REPEATS, SLOW, markdown, numbers, save
+from experiments.benchmark_setting import (
+    BUDGET,
+    DTYPE,
+    LENGTHS,
+    OPERATORS,
+    OUT,
+    PASSES,
+    REPEATS,
+    SLOW,
+    markdown,
+    numbers,
+    save,
+)
 
-PASSES = ("forward", "forward+backward")
 # Bytes a second of a GPU's memory, from the maker's data sheets, by device kind.
 BANDWIDTH = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA H100 PCIe": 2.0e12}
 ENOUGH = 0.25  # seconds of calls, of which one more is not made

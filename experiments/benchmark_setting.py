@@ -54,6 +54,7 @@ BUDGET = flags.DEFINE_integer(
     lower_bound=0,
 )
 OPERATORS = flags.DEFINE_list("operators", [], "with --budget: which; by default all of benchmark_operators.MEASURED")
+PASSES = ("forward", "forward+backward")
 IMPLEMENTED = ("recurrent", "associative", "chunked", "pallas", "auto")
 KNOWN = (*IMPLEMENTED, "flat", "softmax")
 

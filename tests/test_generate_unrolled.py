@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 from efla_jax.generate import Choice, Decoding, generate, prefill
 from efla_jax.generate.unrolled import MATRICES, apart, narrow, together, unrolled
@@ -48,6 +49,30 @@ def test_blocks_by_themselves_are_the_same_model(tail):
     assert max(jax.tree.leaves(jax.tree.map(relative_rms, after, cache))) <= 1e-5
     first, second = (jax.tree.leaves(cache)[0][i] for i in range(2))
     assert not np.allclose(first, second)  # or their order would not show
+
+
+class Plain(LanguageModel):
+    """Its parameters are under a name of its own, so that decoding leaves it as it is."""
+
+    def init(self, *arguments):
+        return self.renamed(super().init(*arguments), "groups", "own")
+
+    def apply(self, params, *arguments, **options):
+        return super().apply(self.renamed(params, "own", "groups"), *arguments, **options)
+
+    @nn.nowrap
+    def renamed(self, params, old, new):
+        return {"params": {new if name == old else name: leaf for name, leaf in params["params"].items()}}
+
+
+def test_a_model_of_another_build_keeps_its_cache_as_it_is():
+    model, params = model_of(depth=5, tail=("efla",))
+    fields = ("vocab_size", "width", "depth", "mixers", "mixer_options", "tail")
+    other = Plain(**{field: getattr(model, field) for field in fields})
+    own = other.renamed(params, "groups", "own")
+    assert unrolled(other, own)[0] is other
+    said = generate(other, own, [[3, 1, 4], [1, 5]], max_new_tokens=5, greedy=True)
+    assert said == generate(model, params, [[3, 1, 4], [1, 5]], max_new_tokens=5, greedy=True)
 
 
 def test_decoding_recomputes_nothing():

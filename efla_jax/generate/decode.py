@@ -35,7 +35,7 @@ def decode_block(
     not finite, or -1."""
     allowed = jnp.arange(logits.shape[-1]) < limit
     blocks, params = unrolled(model, params)
-    sizes = len(model.mixers), (len(blocks.mixers) - len(model.tail)) // len(model.mixers)
+    sizes = len(model.mixers), 1 if blocks is model else model.repetitions
 
     def step(carry):
         i, tokens, logits, cache, going, broken = carry
