@@ -1,7 +1,7 @@
 """Language models on books side by side (configs/lm_books.py): what each learned, chose, and found again.
 
-A run's folder needs config.json and metrics.jsonl; per_position.csv and needle.csv (`experiments.evaluate`) are drawn
-where they are.
+A run's folder needs config.json and metrics.jsonl; per_position.csv, needle.csv and suite.json (`experiments.evaluate`)
+are drawn and told where they are.
 """
 
 import collections
@@ -18,14 +18,21 @@ from efla_jax import metrics
 LAYER = re.compile(r"softmax_fraction/layer_(\d+)")
 POSITIONS = "position_end", "loss", "count"
 NEEDLES = "length", "depth", "accuracy", "nats", "nats_without", "count"
+OTHER_TEXTS = {  # column of the table -> task of suite.json, score, its factor
+    "WikiText ppl": ("wikitext", "word_perplexity", 1),
+    "LAMBADA ppl": ("lambada_openai", "perplexity", 1),
+    "LAMBADA %": ("lambada_openai", "acc", 100),
+}
 
 
 class Books(NamedTuple):
-    """Of one run: its rows of metrics.jsonl, of per_position.csv and of needle.csv (empty without the file)."""
+    """Of one run: its rows of metrics.jsonl, of per_position.csv and of needle.csv (empty without the file), and what
+    suite.json has of other texts, by column."""
 
     metrics: list[dict]
     positions: list[dict]
     needles: list[dict]
+    others: dict[str, float]
 
 
 def read(folder: pathlib.Path) -> dict[str, Books]:
@@ -36,7 +43,7 @@ def read(folder: pathlib.Path) -> dict[str, Books]:
         if config["data"]["kind"] in ("text", "tokens"):
             tables = (table_of(file.parent / f"{name}.csv", columns) for name, columns in
                       (("per_position", POSITIONS), ("needle", NEEDLES)))  # fmt: skip
-            runs[file.parent.name] = Books(metrics.read_rows(file), *tables)
+            runs[file.parent.name] = Books(metrics.read_rows(file), *tables, others_of(file.parent / "suite.json"))
     if not runs:
         raise ValueError(f"--runs={folder}: no sub-folder is a run of a language model; train some there first.")
     return runs
@@ -53,6 +60,15 @@ def table_of(file: pathlib.Path, columns: tuple[str, ...]) -> list[dict]:
     if lacking:
         raise ValueError(f"{file}: no column {lacking[0]!r} with a row in it; evaluate the run again.")
     return [{name: float(row[name]) for name in columns} for row in rows]
+
+
+def others_of(file: pathlib.Path) -> dict[str, float]:
+    """OTHER_TEXTS of a suite.json, those that are in it."""
+    if not file.exists():
+        return {}
+    rows = {row["task"]: row for row in json.loads(file.read_text())["rows"]}
+    scores = {column: (rows.get(task, {}).get(score), times) for column, (task, score, times) in OTHER_TEXTS.items()}
+    return {column: times * score for column, (score, times) in scores.items() if score is not None}
 
 
 def curve(rows: list[dict], name: str) -> tuple[list, list]:
@@ -122,13 +138,15 @@ def table(runs: dict[str, Books]) -> str:
     ends = sorted({int(row["position_end"]) for run in runs.values() for row in run.positions})
     ends = [end for end in ends if end >= 1024 and end & (end - 1) == 0]
     lengths = sorted({int(row["length"]) for run in runs.values() for row in run.needles})
-    head = ["model", "step", "held-out nats", "bits a byte", "softmax"]
+    told = [column for column in OTHER_TEXTS if any(column in run.others for run in runs.values())]
+    head = ["model", "step", "held-out nats", "bits a byte", "softmax", *told]
     head += [f"{end // 2} to {end}" for end in ends] + [f"needle {length}" for length in lengths]
     lines = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
     for name, run in runs.items():
         last = {key: curve(run.metrics, key)[1][-1:] for key in
                 ("valid_loss", "valid_bits_per_byte", "softmax_fraction_mean")}  # fmt: skip
         cells = [name, str(run.metrics[-1]["step"]), *("".join(f"{x:.3f}" for x in values) for values in last.values())]
+        cells += [f"{run.others[column]:,.1f}" if column in run.others else "" for column in told]
         losses = (window_of(run.positions, end) for end in ends)
         cells += ["" if math.isnan(loss) else f"{loss:.3f}" for loss in losses]
         right, nats = (by_length(run.needles, column) for column in ("accuracy", "nats"))
@@ -147,7 +165,8 @@ def write(runs: pathlib.Path, out: pathlib.Path, draw: Callable = metrics.plot_l
     out.mkdir(parents=True, exist_ok=True)
     note = (
         "Nats a token: of the held-out books at the last step, and by position in long ones. Softmax: part of the"
-        " chunks that chose it.\nNeedle at a length of the prompt: exact answers in % (nats a token of the answer,"
+        " chunks that chose it.\nWikiText: perplexity a word of WikiText-2's raw test pages; LAMBADA: of the last word,"
+        " and how many are right.\nNeedle at a length of the prompt: exact answers in % (nats a token of the answer,"
         " and without the needle in the prompt)."
     )
     (out / "table.md").write_text(f"{note}\n\n{text}\n")

@@ -393,6 +393,18 @@ def test_books_side_by_side(tmp_path, capsys):
     cells = "3.500 | 1.250 | 0.250 | 5.000 | 3.500 | 17 (3.00, 8.00) | 100 (0.25, 7.00)"
     assert lines[0].endswith("| softmax | 512 to 1024 | 1024 to 2048 | needle 1024 | needle 2048 |")
     assert lines[2:] == ["| plain | 20 | 3.500 | 1.250 |  |  |  |  |  |", f"| routed | 20 | {cells} |"]
+    rows = [
+        {"task": "wikitext", "word_perplexity": 1234.5},
+        {"task": "lambada_openai", "perplexity": None, "acc": 0.25},
+    ]
+    (tmp_path / "runs" / "plain" / "suite.json").write_text(json.dumps({"rows": rows}))
+    found = books_report.read(tmp_path / "runs")
+    lines = books_report.table(found).splitlines()
+    assert "| softmax | WikiText ppl | LAMBADA % | 512" in lines[0] and "LAMBADA ppl" not in lines[0]
+    assert lines[2:] == [
+        "| plain | 20 | 3.500 | 1.250 |  | 1,234.5 | 25.0 |  |  |  |  |",
+        f"| routed | 20 | {cells} |".replace("0.250 |", "0.250 |  |  |", 1),
+    ]
     training, held_out, choice = books_report.over_training(found)
     assert list(training.lines) == list(held_out.lines) == ["plain", "routed"]
     assert choice.lines == {"layer 3": ([10, 20], [0.1 * 3] * 2), "layer 11": ([10, 20], [0.1 * 11] * 2)}
