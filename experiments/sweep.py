@@ -18,19 +18,22 @@ under corruption. Where the best of a grid is all that is asked for, --first sav
 and a later sweep without --first trains.
 
 results.jsonl gets a row for every run that has ended: its status, scores, config and commit. Runs that have ended with
-the same command are not repeated, so a broken sweep is started again with the same line. Exit status 1 if a run failed;
-what it said is in its folder's log.txt.
+the same command are not repeated, so a broken sweep is started again with the same line. With --minutes=N, for a GPU
+that is lent, programs that still train then are paused, and the same line goes on where they were. Exit status 1 if a
+run failed; what it said is in its folder's log.txt.
 """
 
 import datetime
 import importlib.util
 import itertools
 import json
+import math
 import os
 import pathlib
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -53,6 +56,7 @@ GRID = flags.DEFINE_string("grid", "", "field=value,value;field=value: fields to
 WORKDIR = flags.DEFINE_string("workdir", None, "folder of the runs", required=True)
 JOBS = flags.DEFINE_integer("jobs", 2, "runs, or with --together programs, at once", lower_bound=1)
 TOGETHER = flags.DEFINE_integer("together", 0, "most runs of one program; 0: a process for every run", lower_bound=0)
+MINUTES = flags.DEFINE_float("minutes", 0.0, "with --together: pause what still trains then; 0: never", lower_bound=0.0)
 FIRST = flags.DEFINE_bool("first", False, "with --together: one run of a seed at train.stop_at ends the seed's others")
 CHECKPOINTS = flags.DEFINE_bool("checkpoints", False, "with --together: keep the parameters of every run")
 
@@ -173,9 +177,12 @@ def alone(cell: Cell) -> list[str]:
     return []
 
 
-def together(group: list[Cell], tell: Callable[[int], None]) -> list[str]:
-    """Train the cells of a group as one program; the names of those that failed. tell: hundredths of runs done."""
+def together(group: list[Cell], tell: Callable[[int], None], until: float) -> list[str]:
+    """Train the cells of a group as one program; the names of those that failed. tell: hundredths of runs done; until:
+    when, by time.monotonic(), it is to pause."""
     told = 0
+    if time.monotonic() > until:
+        return []
     configs = [read_config(cell) for cell in group]
     for cell in group:
         cell.folder.mkdir(parents=True, exist_ok=True)
@@ -188,13 +195,18 @@ def together(group: list[Cell], tell: Callable[[int], None]) -> list[str]:
             told = share
 
     try:
-        folders, options = [cell.folder for cell in group], {"keep": CHECKPOINTS.value, "first": FIRST.value}
+        folders, options = (
+            [cell.folder for cell in group],
+            {"keep": CHECKPOINTS.value, "first": FIRST.value, "until": until},
+        )
         found = population.fit_population(configs, folders, progress, **options)
     except Exception:  # a program that does not fit must not end those beside it
         for cell in group:
             (cell.folder / "log.txt").write_text(traceback.format_exc())
         tell(len(group) * (100 - told))
         return [cell.name for cell in group]
+    if any(outcome.status == "paused" for outcome in found):
+        return []  # the rows of all come at the end
     for cell, outcome in zip(group, found, strict=True):
         more = {
             "best": outcome.best, "seconds": round(outcome.seconds, 1), "together": len(group),
@@ -219,8 +231,9 @@ def main(argv: list[str]) -> None:
     stray = [word for word in rest if not word.startswith("--config.")]
     if stray:
         raise app.UsageError(f"stray argument {stray[0]!r}: behind -- stand overrides, --config.section.field=value")
-    if FIRST.value and not TOGETHER.value:
-        raise app.UsageError("--first goes with --together: it is about runs of one program")
+    if (FIRST.value or MINUTES.value) and not TOGETHER.value:
+        raise app.UsageError("--first and --minutes go with --together: they are about runs of one program")
+    until = time.monotonic() + 60 * MINUTES.value if MINUTES.value else math.inf
     try:
         work = cells(rest)
         waiting = [cell for cell in work if not cell.done]
@@ -239,7 +252,7 @@ def main(argv: list[str]) -> None:
             if TOGETHER.value:
                 devices = jax.local_devices()
                 with jax.default_device(devices[number % len(devices)]):
-                    return together(group, bar.update)
+                    return together(group, bar.update, until)
             names = alone(group[0])
             bar.update(100)
             return names
@@ -252,6 +265,8 @@ def main(argv: list[str]) -> None:
             failed += names
             for name in names:
                 bar.write(f"failed: {name}, see {WORKDIR.value}/{name}")
+    if left := sum(not cell.done for cell in work) - len(failed):
+        print(f"{left} runs have not ended: the same line goes on with them")
     if failed:
         raise SystemExit(1)
 

@@ -2,6 +2,9 @@
 
 import functools
 import json
+import shutil
+import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +16,7 @@ from efla_jax import evaluate, metrics, train
 from efla_jax.layers import MIXERS
 from efla_jax.ops import dispatch
 from efla_jax.ops.delta_rule import TABLE
-from efla_jax.train import population
+from efla_jax.train import pause, population
 from efla_jax.train.population import fit_population
 
 # Float32 sums in another order, through 15 updates of Adam, which makes much of a gradient near zero.
@@ -62,6 +65,47 @@ def test_every_member_is_what_it_is_by_itself(tmp_path):
             assert value == pytest.approx(other[name], rel=CLOSE, abs=CLOSE), (row["step"], name)
     assert outcome.best == max(row["test_accuracy"] for row in scored(folder))
     assert json.loads((folder / "config.json").read_text()) == json.loads(json.dumps(configs[2]))
+
+
+@pytest.mark.slow
+def test_a_population_that_is_paused_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch):
+    """Twice, once after a member has ended; dropout's keys, the data's place and Adam's moments are where they were."""
+    configs = [tiny(), tiny(0, 1e38), tiny(5)]
+    for config in configs:
+        config["train"]["max_skipped"] = 3
+        config["model"]["dtype"] = "bfloat16"
+    whole, parts = ([tmp_path / name / str(i) for i in range(3)] for name in ("whole", "parts"))
+    expected = fit_population(configs, whole)
+    steps = []
+    for _ in range(3):  # the time is up after seven more steps
+        ticks = iter([*[0.0] * 6, 1.0])
+        clock = types.SimpleNamespace(monotonic=functools.partial(next, ticks), perf_counter=time.perf_counter)
+        monkeypatch.setattr(population, "time", clock)
+        found = fit_population(configs, parts, lambda step, members: steps.append(step), until=0.5)
+        if len(steps) == 7:
+            assert [(one.status, one.step) for one in found] == [("paused", 7), ("diverged", 5), ("paused", 7)]
+            shutil.copy(parts[0] / "paused.npz", tmp_path / "kept.npz")
+    assert steps == list(range(1, 16)) and not (parts[0] / "paused.npz").exists()
+    for one, other in zip(found, expected, strict=True):
+        assert str(one._replace(seconds=0, params=None)) == str(other._replace(seconds=0, params=None))
+        for ours, theirs in zip(*map(jax.tree.leaves, (one.params, other.params)), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    for ours, theirs in zip(parts, whole, strict=True):
+        assert metrics.read_rows(ours) == metrics.read_rows(theirs)
+
+    monkeypatch.undo()
+    (parts[0] / "paused.npz").write_bytes((tmp_path / "kept.npz").read_bytes())
+    pause.save(tmp_path / "short.npz", pause.read_header(tmp_path / "kept.npz"), [np.zeros(3)])
+    with pytest.raises(ValueError, match="its 1 arrays are not"):
+        pause.load(tmp_path / "short.npz", jax.tree.leaves(expected[0].params))
+    (tmp_path / "torn.npz").write_bytes((tmp_path / "kept.npz").read_bytes()[:900])
+    with pytest.raises(ValueError, match="no whole file"):
+        pause.read_header(tmp_path / "torn.npz")
+    steps.clear()
+    for config in configs:
+        config["train"]["steps"] = 3
+    fit_population(configs, parts, lambda step, members: steps.append(step))
+    assert steps == [1, 2, 3]  # other configs: what was paused is not theirs
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ def test_a_grid_is_that_of_the_experiment_file_unless_told_otherwise(file, tmp_p
     ({"arguments": "linear,linear"}, "linear_learning_rate=0.001_seed=0: two runs"),
     ({"arguments": "mamba3"}, "'mamba3' is not one of"),
     ({"config": "nowhere.py"}, "--config=nowhere.py: no such experiment file"),
-    ({"first": "true", "together": "0"}, "--first goes with --together"),
+    ({"first": "true", "together": "0"}, "--first and --minutes go with --together"),
 ])  # fmt: skip
 def test_what_is_no_grid_is_refused(file, tmp_path, words, message):
     with pytest.raises(app.UsageError, match=message):
@@ -117,7 +117,7 @@ def test_runs_together_are_recorded_and_not_repeated(file, tmp_path, monkeypatch
 def test_programs_take_turns_on_the_devices(file, tmp_path, monkeypatch):
     found = []
 
-    def note(configs, folders, progress, keep, first):
+    def note(configs, folders, progress, keep, first, until):
         found.append((jax.numpy.zeros(()).device.id, [config["seed"] for config in configs]))
         raise MemoryError
 
@@ -132,7 +132,7 @@ def test_programs_take_turns_on_the_devices(file, tmp_path, monkeypatch):
 def test_what_was_outrun_has_ended_for_sweeps_that_ask_for_the_first_only(file, tmp_path, monkeypatch):
     trained = []
 
-    def end(configs, folders, progress, keep, first):
+    def end(configs, folders, progress, keep, first, until):
         trained.append(len(configs))
         for folder, config in zip(folders, configs, strict=True):
             (folder / "config.json").write_text(json.dumps(config))
@@ -147,7 +147,7 @@ def test_what_was_outrun_has_ended_for_sweeps_that_ask_for_the_first_only(file, 
 
 
 def test_a_program_that_fails_says_so_and_ends_with_status_1(file, tmp_path, monkeypatch):
-    def fail(configs, folders, progress, keep, first):
+    def fail(configs, folders, progress, keep, first, until):
         raise MemoryError("no room")
 
     monkeypatch.setattr(sweep.population, "fit_population", fail)
@@ -157,6 +157,17 @@ def test_a_program_that_fails_says_so_and_ends_with_status_1(file, tmp_path, mon
     assert len(logs) == 4 and "MemoryError: no room" in logs[0].read_text()
     assert not (tmp_path / "results.jsonl").exists()
     assert not list(tmp_path.glob("*/done"))
+
+
+def test_what_is_paused_goes_on_with_the_same_line(file, tmp_path, capsys):
+    words = {"config": str(file), "together": "2", "jobs": "1", "grid": "optim.learning_rate=1e-3;seed=0,1"}
+    swept(**words, workdir=str(tmp_path / "paused"), minutes="1e-3")  # a step, as compiling takes longer
+    assert not (tmp_path / "paused" / "results.jsonl").exists()
+    assert "2 runs have not ended" in capsys.readouterr().out
+    swept(**words, workdir=str(tmp_path / "paused"))
+    swept(**words, workdir=str(tmp_path / "whole"))
+    for one, other in zip(results(tmp_path / "paused"), results(tmp_path / "whole"), strict=True):
+        assert (one["name"], one["step"], one["scores"]) == (other["name"], other["step"], other["scores"])
 
 
 @pytest.mark.slow

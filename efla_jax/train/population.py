@@ -5,7 +5,8 @@
 A model of width 64 leaves a GPU idle between its kernels; a dozen of them share their launches (what some took on an
 H200 stands in configs/paper_mad.py). On a CPU it is no faster than one after another. Every member trains as `fit`
 would train it by itself, on the rows of its own seed, to the tolerance of another order of its sums. What it has not: a
-mesh, checkpoints on the way, signals. XLA computes the operators: no GPU has run the kernels under this vmap.
+mesh, checkpoints on the way, signals; it can be paused. XLA computes the operators: no GPU has run the kernels under
+this vmap.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ from efla_jax.checkpoint import Checkpointer
 from efla_jax.evaluate import batch_sums, batch_tallies, goal_accuracy, mean_of_slices, scores_of
 from efla_jax.losses import Sums, macro_accuracy
 from efla_jax.ops.dispatch import without_kernels
-from efla_jax.train import settings
+from efla_jax.train import pause, settings
 from efla_jax.train.loop import HELD_OUT
 from efla_jax.train.step import TrainState, make_state, make_step
 
@@ -39,8 +40,8 @@ Configs = Sequence[Mapping[str, Any]]
 
 class Outcome(NamedTuple):
     """How a member ended. status: "finished", at its last step or at train.stop_at, "outrun", where another of its seed
-    was there first and that was to be enough, or "diverged", after train.max_skipped steps in a row without a finite
-    gradient; step: where; scores: the last held-out ones before;
+    was there first and that was to be enough, "diverged", after train.max_skipped steps in a row without a finite
+    gradient, or "paused", where the time was up, without params; step: where; scores: the last held-out ones before;
     best: the highest held-out `goal_accuracy` of all; seconds: since the population began; params: those that are
     scored."""
 
@@ -219,8 +220,10 @@ def held_out(population: Population, sums: Callable, params, least: int, split: 
 class Members:
     """What is known of each member while the population trains, with its rows of metrics.jsonl."""
 
-    def __init__(self, folders: Sequence[str | pathlib.Path], stack: contextlib.ExitStack, keep: bool):
-        quiet = functools.partial(metrics.Writer, tensorboard=False, stream=io.StringIO(), print_every=1 << 62)
+    def __init__(self, folders: Sequence[str | pathlib.Path], stack: contextlib.ExitStack, keep: bool, start: int):
+        quiet = functools.partial(
+            metrics.Writer, tensorboard=False, stream=io.StringIO(), print_every=1 << 62, start_step=start + 1
+        )
         self.writers = [stack.enter_context(quiet(folder)) for folder in folders]
         self.folders, self.keep = folders, keep
         self.outcomes: list[Outcome | None] = [None] * len(folders)
@@ -260,6 +263,26 @@ class Members:
                 checkpointer.save(step, own, data_state, metadata)
                 checkpointer.wait()
 
+    def pause(self, file: pathlib.Path, step: int, states: TrainState, header: Mapping[str, Any]) -> None:
+        """Everything of the population into one file; those that still train are "paused"."""
+        seconds = time.perf_counter() - self.began
+        own = {"step": step, "seconds": seconds, "scores": self.scores, "best": self.best}
+        own["ended"] = [one and one._replace(params=None) for one in self.outcomes]
+        pause.save(file, {**header, **own}, jax.tree.leaves((states, [one and one.params for one in self.outcomes])))
+        for member in self.going:
+            self.outcomes[member] = Outcome("paused", step, self.scores[member], self.best[member], seconds, None)
+
+    def resume(self, file: pathlib.Path, header: Mapping[str, Any], states: TrainState) -> TrainState:
+        """Back to where `pause` was; states: those of the population's step 0."""
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), states.params)
+        like = states, [ended and one for ended in header["ended"]]
+        states, params = jax.tree.unflatten(jax.tree.structure(like), pause.load(file, jax.tree.leaves(like)))
+        for member, ended in enumerate(header["ended"]):
+            self.outcomes[member] = ended and Outcome(*ended)._replace(params=jax.tree.map(np.asarray, params[member]))
+        self.scores, self.best = header["scores"], header["best"]
+        self.began = time.perf_counter() - header["seconds"]
+        return states
+
 
 def fit_population(
     configs: Configs,
@@ -268,40 +291,61 @@ def fit_population(
     *,
     keep: bool = False,
     first: bool = False,
+    until: float = math.inf,
 ) -> list[Outcome]:
     """Train every config, plain dicts that `shared` does not tell apart, to its end; see `train.fit` for what a config
     says. Writes config.json and metrics.jsonl into each member's folder; progress(step, members that still train) is
     called after every step.
 
     A member that reaches train.stop_at keeps the scores it has then; keep: its state, too, as a checkpoint that
-    `train.fit` goes on from; first: nor do others of its seed train any longer. Raises ValueError for configs that do
-    not fit."""
+    `train.fit` goes on from; first: nor do others of its seed train any longer. Once time.monotonic() is past `until`,
+    what still trains is paused: the same call goes on with it, from paused.npz in the first folder, as if it had not
+    been. Raises ValueError for configs that do not fit."""
     configs = [settings.plain(config) for config in configs]
     population = build(configs)
     for config, folder in zip(configs, folders, strict=True):
         pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
         (pathlib.Path(folder) / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    file, plain = pathlib.Path(folders[0]) / "paused.npz", json.loads(json.dumps(configs))
+    paused = pause.read_header(file)
+    paused = paused if paused and paused["configs"] == plain else None  # else what was paused was another population
     precision = configs[0]["train"]["matmul_precision"]
     with jax.default_matmul_precision(precision), without_kernels(), contextlib.ExitStack() as stack:
-        members = Members(folders, stack, keep)
-        train(population, members, stack, progress, first)
+        members = Members(folders, stack, keep, paused["step"] if paused else -1)
+        train(population, members, stack, progress, first, Pause(file, plain, paused, until))
+    if not any(outcome and outcome.status == "paused" for outcome in members.outcomes):
+        file.unlink(missing_ok=True)
     return [outcome for outcome in members.outcomes if outcome is not None]
 
 
+class Pause(NamedTuple):
+    """file: where a pause is kept; found: what that file says if it is of these configs; until: when to pause."""
+
+    file: pathlib.Path
+    configs: list
+    found: dict | None
+    until: float
+
+
 def train(
-    population: Population, members: Members, stack: contextlib.ExitStack, progress: Callable, first: bool
+    population: Population, members: Members, stack: contextlib.ExitStack, progress: Callable, first: bool, rest: Pause
 ) -> None:
     """Steps, logs and scores until every member has ended."""
     options = population.config["train"]
     step, sums = make_population_step(population), make_population_sums(population)
     iterators = [stack.enter_context(contextlib.closing(one.train_iterator())) for one in population.datasets]
     states, end, before, least = begin(population), options["steps"], None, widest(population.datasets[0])
+    start = 0
+    if rest.found:
+        start, states = rest.found["step"], members.resume(rest.file, rest.found, states)
+        for iterator, position in zip(iterators, rest.found["data"], strict=True):
+            iterator.set_state(position)
     which, seeds = np.asarray(population.which), population.seeds.tolist()
 
     def finish(member: int, status: str) -> None:
         members.end(member, status, done, states, iterators[which[member]].get_state())
 
-    for done in range(1, end + 1):
+    for done in range(start + 1, end + 1):
         batch = stacked([next(iterator) for iterator in iterators], least)
         least = batch["places"].shape[-1] if "places" in batch else least
         states, report = step(states, batch)
@@ -321,6 +365,10 @@ def train(
                 finish(member, "outrun")
         progress(done, len(members.going))
         if not members.going:
+            break
+        if time.monotonic() > rest.until:
+            positions = [iterator.get_state() for iterator in iterators]
+            members.pause(rest.file, done, states, {"configs": rest.configs, "data": positions})
             break
 
 
