@@ -29,13 +29,10 @@ SCORES = {
 def read(folder: pathlib.Path, epochs: int = 0) -> list[dict]:
     """One row per run that has ended; epochs: one that is broken off later than that is taken as a run of so many, if
     its rate is constant. Raises ValueError for two that the columns do not tell apart."""
-
-    def cut(config: dict) -> int:
-        constant = config["optim"]["schedule"] == "constant" and not config["optim"]["warmup_steps"]
-        return epochs * config["data"]["task"]["examples"] // config["data"]["batch_size"] if constant else 0
-
     rows: dict[tuple, dict] = {}
-    found = runs.ended_runs(folder, "mad", cut)
+    found = runs.ended_runs(folder, "mad", runs.cut_at(
+        lambda config: epochs * config["data"]["task"]["examples"] // config["data"]["batch_size"]
+    ))  # fmt: skip
     varied: dict[str, dict[str, set]] = {}
     for run in found:  # what tells settings of a task apart
         task = run.config["data"]["task"]

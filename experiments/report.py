@@ -58,6 +58,9 @@ SHOW = flags.DEFINE_list("show", [], "corruption: labels to draw; all by default
 EPOCHS = flags.DEFINE_integer(
     "epochs", 0, "mad: a run broken off after this many counts as one of so many; 0: no", lower_bound=0
 )
+STEPS = flags.DEFINE_integer(
+    "steps", 0, "copying: a run broken off after this many counts as one of so many; 0: no", lower_bound=0
+)
 OUT = flags.DEFINE_string("out", None, "folder to write to, or for level_weights a .png")
 CHECKPOINT = flags.DEFINE_string("checkpoint", None, "level_weights: a run's folder, or that of one of its steps")
 DATA = flags.DEFINE_string("data", "", "level_weights: the run's data, if no longer at its config.data.path")
@@ -268,7 +271,7 @@ def mqar() -> None:
 
 
 def copying() -> None:
-    copying_report.write(pathlib.Path(RUNS.value), pathlib.Path(OUT.value))
+    copying_report.write(pathlib.Path(RUNS.value), pathlib.Path(OUT.value), STEPS.value)
 
 
 def mad() -> None:
@@ -289,7 +292,7 @@ COMMANDS = {
     "recall": (recall, (RUNS, OUT), ()),
     "books": (books, (RUNS, OUT), ()),
     "mqar": (mqar, (RUNS, OUT), ()),
-    "copying": (copying, (RUNS, OUT), ()),
+    "copying": (copying, (RUNS, OUT), (STEPS,)),
     "mad": (mad, (RUNS, OUT), (EPOCHS,)),
     "state_tracking": (state_tracking, (RUNS, OUT), ()),
     "level_weights": (level_weights, (CHECKPOINT, OUT), (DATA, SPLIT, BATCH, ROWS, TEXT, TOKENS, LAYERS, HEAD_LIST)),

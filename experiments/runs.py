@@ -21,13 +21,24 @@ def tuples(value: Any) -> Any:
     return tuple(map(tuples, value)) if isinstance(value, list) else value
 
 
+def json_object(file: pathlib.Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ValueError naming the file where there is none."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # of UTF-8, or of JSON
+        raise ValueError(f"{file}: not JSON ({error}); repair it, or write it anew.") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{file}: holds a {type(value).__name__} where a JSON object was expected; repair it.")
+    return value
+
+
 def recorded(path: pathlib.Path, flag: str) -> tuple[pathlib.Path, dict]:
     """(folder, config) of a run, from its folder or that of one of its steps; flag: where `path` was given."""
     folder = next((f for f in (path, *path.absolute().parents[:2]) if (f / "config.json").is_file()), None)
     if folder is None:
         raise ValueError(f"--{flag}={path}: no config.json there; give a run's folder, or one of its steps.")
-    config = tuples(json.loads((folder / "config.json").read_text()))
-    if "data" not in config:
+    config = tuples(json_object(folder / "config.json"))
+    if not all(isinstance(config.get(name), dict) for name in ("data", "model")):
         raise ValueError(f"--{flag}={path}: the config.json there is of no run of experiments.train. Is it a model of"
                          " another library? python -m experiments.convert import first.")  # fmt: skip
     return folder, config
@@ -62,6 +73,16 @@ class Ended(NamedTuple):
     best: float
 
 
+def cut_at(steps: Callable[[dict], int]) -> Callable[[dict], int]:
+    """A `cut` of `ended_runs` for configs whose rate is constant: only of these a part is what fewer steps would be."""
+
+    def cut(config: dict) -> int:
+        constant = config["optim"]["schedule"] == "constant" and not config["optim"]["warmup_steps"]
+        return steps(config) if constant else 0
+
+    return cut
+
+
 def ended_runs(folder: pathlib.Path, kind: str, cut: Callable[[dict], int] = lambda config: 0) -> list[Ended]:
     """The runs on data of this kind below `folder` that have ended, by name, as its results.jsonl and its sub-folders
     have them; tells which have not. Raises ValueError if there is none.
@@ -69,10 +90,14 @@ def ended_runs(folder: pathlib.Path, kind: str, cut: Callable[[dict], int] = lam
     cut: of a run's config the step at which one that is broken off later counts as a run of so many steps (0: none)."""
     found, going = swept_runs(folder, kind), []
     for file in sorted(folder.glob("*/metrics.jsonl")):
-        config = json.loads((file.parent / "config.json").read_text())
-        if config["data"]["kind"] != kind or file.parent.name in found:
+        config = json_object(file.parent / "config.json")
+        if config["data"]["kind"] != kind:
             continue
         scored = [row for row in metrics.read_rows(file) if "test_accuracy" in row]
+        if row := found.get(file.parent.name):  # of a sweep; the folder has its curve
+            if scored and scored[-1] | row.scored[-1] == scored[-1]:
+                found[row.name] = row._replace(scored=scored)
+            continue
         options = config["train"]
         reached = [row.get("test_macro_accuracy", row["test_accuracy"]) for row in scored]
         if scored and (scored[-1]["step"] == options["steps"] or 0 < options["stop_at"] <= reached[-1]):

@@ -45,6 +45,31 @@ def test_lengths_and_kinds_beside_what_is_published(tmp_path):
     assert copying_report.panel(copying_report.read(runs), "accuracy", "").lines["linear"] == (
         [1024], [[pytest.approx(60.0)], [pytest.approx(20.0)]],
     )  # fmt: skip
+    curve = copying_report.curves(copying_report.read(runs), 1024)
+    assert curve.lines["linear"][0] == [100, 200] and curve.lines["mlp_softplus"][1] == [[90.0, 50.0]]
     (runs / "twin").symlink_to(runs / "decay_256-mamba2_0")
     with pytest.raises(ValueError, match="two runs are .*'mamba2', 256, 0.*, one of them twin"):
         copying_report.read(runs)
+
+
+def test_runs_that_are_broken_off_later_count_as_shorter_ones(tmp_path):
+    """They have no scores of longer rows, and a schedule over their steps would have been another."""
+    runs = tmp_path / "runs"
+    for seed in (0, 1):
+        write(runs, "decay_1024-linear", seed, 0.5, 0.3)
+        file = runs / f"decay_1024-linear_{seed}" / "config.json"
+        config = json.loads(file.read_text())
+        config["train"]["steps"] = 300
+        if seed:
+            config["optim"]["schedule"] = "cosine"
+        file.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="no ended run"):
+        copying_report.read(runs)
+    for steps, score in ((100, 90.0), (200, 50.0)):
+        copying_report.write(runs, tmp_path / "out", steps)
+        text = (tmp_path / "out" / "table.md").read_text()
+        assert f"| 1024 | {score} (0/1) |" in text and f"Runs of {steps} steps were broken off later" in text
+    config["optim"]["schedule"], config["seed"] = "constant", 2
+    write(runs, "decay_256-linear", 0, 0.8, 0.4)
+    copying_report.write(runs, tmp_path / "out", 100)
+    assert "rows twice as long" not in (tmp_path / "out" / "table.md").read_text()
