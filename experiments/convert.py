@@ -49,6 +49,7 @@ from efla_jax.data.tokenizer import BYTES, TokenizerSpec, load_tokenizer
 from efla_jax.model import LanguageModel, mixer_fields
 from efla_jax.train import settings
 from experiments import runs
+from experiments.language_runs import positive
 
 ORIGIN = "interchange.json"  # in a run's folder: family, dtypes and config.json of what was imported
 # What lies beside the tensors and is carried along as it is.
@@ -166,11 +167,11 @@ def run_config(section: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
 def adds_bos(folder: pathlib.Path) -> bool:
     """Whether the tokenizer in a folder begins every text with BOS: its own word, or its template."""
     file = folder / "tokenizer_config.json"
-    told = json.loads(file.read_text()).get("add_bos_token") if file.is_file() else None
+    told = runs.json_object(file).get("add_bos_token") if file.is_file() else None
     if told is not None:
         return bool(told)
     file = folder / "tokenizer.json"
-    after = (json.loads(file.read_text()).get("post_processor") or {}) if file.is_file() else {}
+    after = (runs.json_object(file).get("post_processor") or {}) if file.is_file() else {}
     first = [(one.get("single") or [{}])[0] for one in (after, *after.get("processors", ()))]
     return any("SpecialToken" in one for one in first if isinstance(one, dict))
 
@@ -215,7 +216,7 @@ def import_run(chosen: argparse.Namespace) -> None:
     beside = source if source.is_dir() else source.parent
     if not (beside / "config.json").is_file():
         raise ValueError(f"--source={source}: no config.json there; fetch it, the tensors alone do not say enough.")
-    config = json.loads((beside / "config.json").read_text())
+    config = runs.json_object(beside / "config.json")
     family = family_of(chosen.family, config)
     check_config(family, config)
     required(config, "vocab_size")
@@ -267,7 +268,7 @@ def whole_fields(model: LanguageModel, name: str) -> tuple[dict[str, Any], dict[
 def origin_of(folder: pathlib.Path, family: str) -> dict[str, Any]:
     """What an import of this family wrote beside a run, {} for other runs."""
     file = folder / ORIGIN
-    found = json.loads(file.read_text()) if file.is_file() else {}
+    found = runs.json_object(file) if file.is_file() else {}
     return found if found.get("family") == family else {}
 
 
@@ -296,10 +297,14 @@ def export_run(chosen: argparse.Namespace) -> None:
     if TABLE not in stored.shapes:
         raise ValueError(f"--run={chosen.run}: not a language model; there is no table of embeddings to export.")
     model = settings.section(config, "model", LanguageModel, {"vocab_size": stored.shapes[TABLE][0]})
-    imported = json.loads((folder / ORIGIN).read_text())["family"] if (folder / ORIGIN).is_file() else ""
+    imported = runs.json_object(folder / ORIGIN).get("family", "") if (folder / ORIGIN).is_file() else ""
     mixers = set(model.mixers)
     matching = [family.name for family in FAMILIES.values() if {family.mixer} == mixers]
-    family = family_of(chosen.family or imported or (matching or [f"the mixers {sorted(mixers)}"])[0], {})
+    if not (chosen.family or imported or matching):
+        known = ", ".join(sorted({one.mixer for one in FAMILIES.values()}))
+        raise ValueError(f"--run={chosen.run}: no family is made of {' and '.join(sorted(mixers))}; models that can be"
+                         f" exported have one mixer, of {known}.")  # fmt: skip
+    family = family_of(chosen.family or imported or matching[0], {})
     check_model(family, *whole_fields(model, model.mixers[0]), mixers, chosen.inexact)
     tie = model.tie_embeddings if chosen.tie is None else chosen.tie
     if tie and HEAD in stored.shapes and not steps.same(stored.read(TABLE), stored.read(HEAD).T):
@@ -352,7 +357,7 @@ def parser() -> argparse.ArgumentParser:
     one = commands.add_parser("export", parents=[shared], allow_abbrev=False, help="a run into a checkpoint")
     one.set_defaults(command=export_run)
     one.add_argument("--to", type=pathlib.Path, required=True, help="folder to write")
-    one.add_argument("--shard_bytes", type=int, default=5 * 10**9, help="most bytes of one file")
+    one.add_argument("--shard_bytes", type=positive, default=5 * 10**9, help="most bytes of one file")
     one.add_argument("--inexact", action="store_true", help="also where the other library computes otherwise")
     return whole
 

@@ -3,7 +3,6 @@
 `Generator` holds what stays the same over all texts of a program; `experiments.generate` is the command line.
 """
 
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from efla_jax.generate import Choice, Decoding, Prefix, prefill, take
 from efla_jax.generate.snapshot import fingerprint
 from efla_jax.generate.text import TextStream
 from efla_jax.scoring import beginning
+from experiments import runs
 from experiments.language_runs import Trained
 
 
@@ -46,7 +46,7 @@ def stop_tokens(run: Trained) -> tuple[int, ...]:
     ids = {run.tokenizer.eos_id} if run.tokenizer.eos_id >= 0 else set()
     file = run.folder / "generation_config.json"
     if file.is_file():
-        named = json.loads(file.read_text()).get("eos_token_id")
+        named = runs.json_object(file).get("eos_token_id")
         ids |= set(named if isinstance(named, list) else [] if named is None else [named])
     return tuple(sorted(i for i in ids if i < run.model.vocab_size))
 

@@ -124,8 +124,8 @@ def run_arguments() -> argparse.ArgumentParser:
 def scoring_arguments() -> argparse.ArgumentParser:
     """How text is put to the model: the parent of commands that score it."""
     scoring = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    scoring.add_argument("--max_length", type=int, default=-1, help="most tokens read for one target; -1: the training"
-                         " window, 0: no limit")  # fmt: skip
+    scoring.add_argument("--max_length", type=limit, default=-1, help="most tokens read for one target; -1: the"
+                         " training window, 0: no limit")  # fmt: skip
     scoring.add_argument("--policy", default="auto", choices=POLICIES, help="where BOS (or EOS) stands in front:"
                          " always, of empty contexts only, or auto: always if there is a BOS")  # fmt: skip
     scoring.add_argument("--piece", type=positive, default=4096, help="tokens of a row that are read at a time")
@@ -141,6 +141,13 @@ def scorer(chosen: argparse.Namespace, run: Trained, journal: str | pathlib.Path
         max_length=window if chosen.max_length < 0 else chosen.max_length, piece=chosen.piece,
         journal=Journal(journal), precision=run.precision, progress=True,
     )  # fmt: skip
+
+
+def limit(word: str) -> int:
+    """A whole number from -1 on."""
+    if word != "-1" and not word.isdecimal():
+        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number from -1 on")
+    return int(word)
 
 
 def natural(word: str) -> int:

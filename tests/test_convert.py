@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import re
 import types
 from pathlib import Path
 
@@ -576,12 +577,12 @@ def test_runs_that_were_trained_here_are_exported(tmp_path):
         with pytest.raises(SystemExit, match=match):
             exchange("export", run, to=tmp_path / "never", inexact=True)
 
-    refused("'efla'.* is not one of", ("efla",), {"efla": {"num_heads": 2}})
+    refused("no family is made of efla; .*have one mixer, of attention,", ("efla",), {"efla": {"num_heads": 2}})
     for option, value in (("beta_activation", "softplus"), ("negative_eigenvalues", True)):
         refused(f"{option}={value!r}", ("delta_net",), {"delta_net": {"num_heads": 2, option: value}})
     refused("norm='layer'", ("attention",), {"attention": {"num_heads": 2}}, norm="layer")
     both = {"attention": {"num_heads": 2}, "mamba2": {"num_heads": 2}}
-    refused("is not one of", ("mamba2", "attention"), both)
+    refused("no family is made of attention and mamba2;", ("mamba2", "attention"), both)
 
 
 def test_what_stands_in_older_files(tmp_path):
@@ -678,6 +679,15 @@ def test_a_folder_of_another_library_is_no_run(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ValueError, match="python -m experiments.convert import first"):
         runs.recorded(tmp_path, "run")
+
+
+@pytest.mark.parametrize("content, message", [("{", "not JSON"), ("[1]", "holds a list"), (b"\xff", "not JSON")])
+def test_a_damaged_config_is_named(content, message, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    for words in (["import", f"--source={tmp_path}", "--run=never"], ["export", f"--run={tmp_path}", "--to=never"]):
+        with pytest.raises(SystemExit, match=f"{re.escape(str(file))}: {message}"):
+            convert.main(words)
 
 
 def test_a_tokenizer_that_is_not_there_is_said_before_anything_is_written(tmp_path, capsys):

@@ -205,7 +205,8 @@ def test_a_run_needs_its_own_tokenizer_and_a_checkpoint(byte_run, tmp_path):
         program.main(arguments)
 
 
-@pytest.mark.parametrize("words", [["needle", "--lengths=1,x"], ["needle", "--count=0"], ["needle", "--data=x"], []])
+@pytest.mark.parametrize("words", [["needle", "--lengths=1,x"], ["needle", "--count=0"], ["needle", "--data=x"], [],
+                                   ["perplexity", "--data=x", "--max_length=-4"]])  # fmt: skip
 def test_a_wrong_word_is_refused(words, capsys):
     with pytest.raises(SystemExit):
         program.main([*words[:1], "--run=x", *words[1:]] if words else [])
