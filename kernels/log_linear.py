@@ -48,7 +48,7 @@ from efla_jax.kernels.mosaic import (
     finish,
     left_operand,
     narrow_indices,
-    parameters,
+    on_grid,
     shared,
     staging,
 )
@@ -380,14 +380,9 @@ def load_states(task: Task, x: Inputs, memory: Memory, i, live) -> None:
 @narrow_indices()
 def launch(name: str, compute, x: Inputs, out, memory: Memory, scratch: list, sizes: Sizes, config, interpret):
     """Run a program on the grid: compute(task, memory, results, scratch) by two warpgroups, `load` by a third."""
-    arrays, inputs = jax.tree.flatten(x)
-    buffers, memories = jax.tree.flatten(memory)
 
-    def body(*refs):
-        x, refs = inputs.unflatten(refs[: len(arrays)]), refs[len(arrays) :]
-        results, refs = refs[: len(out)], refs[len(out) :]
-        own, group = memories.unflatten(refs[: len(buffers)]), lax.axis_index("group")
-        task = Task.here(sizes, x.numbers)
+    def body(x, own, results, scratch):
+        group, task = lax.axis_index("group"), Task.here(sizes, x.numbers)
 
         @pl.when(group == GROUPS)
         def _():
@@ -397,21 +392,11 @@ def launch(name: str, compute, x: Inputs, out, memory: Memory, scratch: list, si
         @pl.when(group < GROUPS)
         def _():
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-            compute(task, own, results, [ref.at[group] for ref in refs[len(buffers) :]])
+            compute(task, own, results, [ref.at[group] for ref in scratch])
             plgpu.wait_smem_to_gmem(0)
 
-    body.__name__ = name
-    return plgpu.kernel(
-        body,
-        out_type=out,
-        scratch_types=[*buffers, *scratch],
-        grid=sizes.grid,
-        grid_names=("row", "block", "pair"),
-        num_threads=GROUPS + 1,
-        thread_name="group",
-        compiler_params=parameters(config.automatic_barriers),
-        interpret=interpret,
-    )(*arrays)
+    grid = dict(zip(("row", "block", "pair"), sizes.grid, strict=True))
+    return on_grid(name, body, x, out, memory, scratch, grid, GROUPS + 1, config.automatic_barriers, interpret)
 
 
 def flat(x: jax.Array) -> jax.Array:

@@ -40,7 +40,7 @@ from efla_jax.kernels.mosaic import (
     index,
     left_operand,
     narrow_indices,
-    parameters,
+    on_grid,
     shared,
     staging,
 )
@@ -362,13 +362,8 @@ def query_program(task: Task, memory: Memory, results, left, interpret) -> None:
 def launch(name: str, compute, x: Inputs, out, config: Config, sizes: Sizes, scratch: list, interpret):
     """Run compute(task, memory, results, scratch) by two warpgroups of every program, `load` by a third."""
     memory = memory_for(sizes, config, x.k.dtype, x.gates.shape[2], x.u is not None, x.places.codes is not None)
-    arrays, inputs = jax.tree.flatten(x)
-    buffers, memories = jax.tree.flatten(memory)
 
-    def body(*refs):
-        given, refs = inputs.unflatten(refs[: len(arrays)]), refs[len(arrays) :]
-        results, refs = refs[: len(out)], refs[len(out) :]
-        own, refs = memories.unflatten(refs[: len(buffers)]), refs[len(buffers) :]
+    def body(given, own, results, scratch):
         task, group = Task.here(sizes, given.places), lax.axis_index("group")
 
         @pl.when((group == GROUPS) & (task.number >= 0))
@@ -379,21 +374,11 @@ def launch(name: str, compute, x: Inputs, out, config: Config, sizes: Sizes, scr
         @pl.when((group < GROUPS) & (task.number >= 0))
         def _():
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-            compute(task, own, results, [ref.at[group] for ref in refs])
+            compute(task, own, results, [ref.at[group] for ref in scratch])
             plgpu.wait_smem_to_gmem(0)
 
-    body.__name__ = name
-    return plgpu.kernel(
-        body,
-        out_type=out,
-        scratch_types=[*buffers, *scratch],
-        grid=(sizes.batch, sizes.blocks, sizes.heads),
-        grid_names=("row", "block", "head"),
-        num_threads=GROUPS + 1,
-        thread_name="group",
-        compiler_params=parameters(config.automatic_barriers),
-        interpret=interpret,
-    )(*arrays)
+    grid = {"row": sizes.batch, "block": sizes.blocks, "head": sizes.heads}
+    return on_grid(name, body, x, out, memory, scratch, grid, GROUPS + 1, config.automatic_barriers, interpret)
 
 
 @narrow_indices()

@@ -34,7 +34,7 @@ from efla_jax.kernels.log_linear import (
 )
 from efla_jax.kernels.log_linear_pairs import AFTER, BLOCK, TILE, f32
 from efla_jax.kernels.log_linear_states import copy_out, loaded, multiply, time_of, trailing_ones
-from efla_jax.kernels.mosaic import WGMMA, by_column, narrow_indices, parameters, shared, staging, transposed
+from efla_jax.kernels.mosaic import WGMMA, by_column, narrow_indices, on_grid, shared, staging, transposed
 
 SPAN = 32  # blocks of a sum of `Parts.reads`
 HALVES = 2  # of K, of a warpgroup each
@@ -147,13 +147,9 @@ def parts_of(q, d_o, slots: int, whole: int, config: Config) -> Parts | None:
 def launch(name: str, compute, load, x, out, memory, scratch, grid: dict, groups: int, config, interpret):
     """Run a program on the named grid: compute(x, memory, results, scratch) by so many warpgroups, load(x, memory) by
     one more."""
-    arrays, inputs = jax.tree.flatten(x)
-    buffers, memories = jax.tree.flatten(memory)
 
-    def body(*refs):
-        x, refs = inputs.unflatten(refs[: len(arrays)]), refs[len(arrays) :]
-        results, refs = refs[: len(out)], refs[len(out) :]
-        own, group = memories.unflatten(refs[: len(buffers)]), lax.axis_index("group")
+    def body(x, own, results, scratch):
+        group = lax.axis_index("group")
 
         @pl.when(group == groups)
         def _():
@@ -165,21 +161,10 @@ def launch(name: str, compute, load, x, out, memory, scratch, grid: dict, groups
         def _():
             if groups > 1:
                 plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-            compute(x, own, results, [ref.at[lax.rem(group, groups)] for ref in refs[len(buffers) :]])
+            compute(x, own, results, [ref.at[lax.rem(group, groups)] for ref in scratch])
             plgpu.wait_smem_to_gmem(0)
 
-    body.__name__ = name
-    return plgpu.kernel(
-        body,
-        out_type=out,
-        scratch_types=[*buffers, *scratch],
-        grid=tuple(grid.values()),
-        grid_names=tuple(grid),
-        num_threads=groups + 1,
-        thread_name="group",
-        compiler_params=parameters(config.automatic_barriers),
-        interpret=interpret,
-    )(*arrays)
+    return on_grid(name, body, x, out, memory, scratch, grid, groups + 1, config.automatic_barriers, interpret)
 
 
 class Item(NamedTuple):

@@ -46,7 +46,7 @@ from efla_jax.kernels.mosaic import (
     finish,
     left_operand,
     narrow_indices,
-    parameters,
+    on_grid,
     shared,
     staging,
     transposed,
@@ -325,14 +325,9 @@ def walk(k, u, gates: Gates, flow, begin_with, *, slots: int, whole: int, config
 @narrow_indices()
 def launch(name: str, compute, load, x, out, memory, scratch: list, sizes: Walk, config, interpret):
     """Run a program on the grid: compute(place, x, memory, results, scratch) by one warpgroup, `load` by the other."""
-    arrays, inputs = jax.tree.flatten(x)
-    buffers, memories = jax.tree.flatten(memory)
 
-    def body(*refs):
-        x, refs = inputs.unflatten(refs[: len(arrays)]), refs[len(arrays) :]
-        results, refs = refs[: len(out)], refs[len(out) :]
-        own, place = memories.unflatten(refs[: len(buffers)]), Place.here(sizes)
-        group = lax.axis_index("group")
+    def body(x, own, results, scratch):
+        place, group = Place.here(sizes), lax.axis_index("group")
 
         @pl.when(group == 1)
         def _():
@@ -347,21 +342,11 @@ def launch(name: str, compute, load, x, out, memory, scratch: list, sizes: Walk,
                 plgpu.barrier_wait(own.known)
             if own.begun is not None:
                 begin_stack(place, x.begin, own.stack, own.begun)
-            compute(place, x, own, results, [ref.at[0] for ref in refs[len(buffers) :]])
+            compute(place, x, own, results, [ref.at[0] for ref in scratch])
             plgpu.wait_smem_to_gmem(0)
 
-    body.__name__ = name
-    return plgpu.kernel(
-        body,
-        out_type=out,
-        scratch_types=[*buffers, *scratch],
-        grid=sizes.grid,
-        grid_names=("row", "tile", "part"),
-        num_threads=2,
-        thread_name="group",
-        compiler_params=parameters(config.automatic_barriers),
-        interpret=interpret,
-    )(*arrays)
+    grid = dict(zip(("row", "tile", "part"), sizes.grid, strict=True))
+    return on_grid(name, body, x, out, memory, scratch, grid, 2, config.automatic_barriers, interpret)
 
 
 # ---- backward -------------------------------------------------------------------------------------------------------

@@ -37,6 +37,32 @@ def parameters(automatic_barriers: bool) -> plgpu.CompilerParams:
     )
 
 
+def on_grid(name: str, body, x, out, memory, scratch, grid: dict, threads: int, barriers: bool, interpret) -> tuple:
+    """Run body(x, memory, results, scratch) by so many warpgroups ("group") of every program of a grid of named axes,
+    and return the results. x, memory: pytrees of arrays and of buffers, of which the body sees references; barriers:
+    see `parameters`."""
+    arrays, inputs = jax.tree.flatten(x)
+    buffers, memories = jax.tree.flatten(memory)
+
+    def program(*refs):
+        given, refs = inputs.unflatten(refs[: len(arrays)]), refs[len(arrays) :]
+        results, refs = refs[: len(out)], refs[len(out) :]
+        body(given, memories.unflatten(refs[: len(buffers)]), results, refs[len(buffers) :])
+
+    program.__name__ = name
+    return plgpu.kernel(
+        program,
+        out_type=out,
+        scratch_types=[*buffers, *scratch],
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=threads,
+        thread_name="group",
+        compiler_params=parameters(barriers),
+        interpret=interpret,
+    )(*arrays)
+
+
 def tiled(columns: int, dtype) -> tuple:
     """Transforms of a shared-memory array whose last axis has this many columns: what TMA and wgmma agree on."""
     size = jnp.dtype(dtype).itemsize
