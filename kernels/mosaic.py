@@ -37,7 +37,7 @@ def parameters(automatic_barriers: bool) -> plgpu.CompilerParams:
     )
 
 
-def on_grid(name: str, body, x, out, memory, scratch, grid: dict, threads: int, barriers: bool, interpret) -> tuple:
+def on_grid(name: str, body, x, out, memory, scratch, grid: dict, threads: int, barriers: bool, interpret) -> Any:
     """Run body(x, memory, results, scratch) by so many warpgroups ("group") of every program of a grid of named axes,
     and return the results. x, memory: pytrees of arrays and of buffers, of which the body sees references; barriers:
     see `parameters`."""
