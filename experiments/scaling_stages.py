@@ -54,18 +54,19 @@ class Case(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A compiled step and what it needs; every call starts from the same parameters."""
+    """A compiled step and what it needs; every call starts from the same parameters. begin: the first state, compiled,
+    too: where each is compiled at its turn, the devices wait for it."""
 
     case: Case
     mesh: jax.sharding.Mesh
     begin: Any
+    shapes: TrainState
     placed: TrainState
     step: Any
     depth: int
 
     def state(self) -> TrainState:
-        with jax.set_mesh(self.mesh):
-            return jax.jit(self.begin, out_shardings=self.placed)()
+        return self.begin()
 
     def batch(self) -> dict[str, jax.Array]:
         return sharding.place(self.mesh, batch_of(self.case))
@@ -89,7 +90,7 @@ def batch_of(case: Case, vocab_size: int = 256) -> dict[str, np.ndarray]:
 
 
 def lowered(case: Case, vocab_size: int) -> tuple[Program, Any]:
-    """(program without its step, the lowered step) of a case."""
+    """(the program of a case, not compiled; its lowered step)."""
     config = config_of(case.config)
     model_config = {**config["model"], **dict(case.model)}
     optimizer_config = {**config["optim"], **(PLAIN if case.plain else {})}
@@ -110,7 +111,8 @@ def lowered(case: Case, vocab_size: int) -> tuple[Program, Any]:
             name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, sharding.batch_spec(2)))
             for name, x in batch_of(case).items()
         }
-        return Program(case, mesh, begin, placed, None, model.depth), step.lower(state, batch)
+        first = jax.jit(begin, out_shardings=placed).lower()
+        return Program(case, mesh, first, shapes, placed, None, model.depth), step.lower(state, batch)
 
 
 def compiled(cases: Sequence[Case], vocab_size: int) -> list[Program | str]:
@@ -119,7 +121,7 @@ def compiled(cases: Sequence[Case], vocab_size: int) -> list[Program | str]:
     def finish(given: tuple[Program, Any]) -> Program | str:
         program, step = given
         try:
-            return program._replace(step=step.compile())
+            return program._replace(begin=program.begin.compile(), step=step.compile())
         except jax.errors.JaxRuntimeError as error:
             return out_of_memory(error)
 
@@ -320,7 +322,7 @@ def differences(after, reference, before) -> tuple[float, float, str]:
 def restored(state: TrainState, program: Program) -> bool:
     """Whether a checkpoint of a state, split as it is, is the same to the bit on one device."""
     target = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), jax.eval_shape(program.begin), program.placed
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), program.shapes, program.placed
     )
     with tempfile.TemporaryDirectory() as folder, contextlib.closing(Checkpointer(folder)) as checkpointer:
         checkpointer.save(1, state, {}, {})

@@ -9,11 +9,13 @@ there. The programs are in `delta_rule_mosaic.py` and `delta_rule_parts.py`.
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 
 from efla_jax.kernels import delta_rule_mosaic as mosaic
 from efla_jax.kernels import delta_rule_wide as wide
-from efla_jax.kernels.delta_rule_parts import part_starts, summarise
+from efla_jax.kernels.delta_rule_parts import composed, part_starts, summarise
 from efla_jax.kernels.delta_rule_reverse import never_zero
 from efla_jax.kernels.mosaic import narrow_indices
 
@@ -84,11 +86,12 @@ def unsupported(key_dim: int, value_dim: int, dtype, step: str | None = None) ->
     return None
 
 
-def layout_of(config: Config, sizes: mosaic.Sizes) -> tuple[int, int]:
+def layout_of(config: Config, sizes: mosaic.Sizes, whole: bool = False) -> tuple[int, int]:
     """(compute warpgroups of a program, parts of the time) by which the walks are expected to end first.
 
     Two warpgroups share the loads and the scores of a row; one each makes twice the programs. Parts are walked at once,
-    after a pass that summarises them; their number divides that of the chunks."""
+    after a pass that summarises them, the last too if the whole is asked for; their number divides that of the
+    chunks."""
     rows, value_dim, key_dim = sizes.batch * sizes.heads, sizes.value_dim, sizes.key_dim
 
     def waves(programs: int) -> int:
@@ -96,10 +99,10 @@ def layout_of(config: Config, sizes: mosaic.Sizes) -> tuple[int, int]:
 
     def microseconds(groups: int, parts: int) -> float:
         walk = config.walk[groups - 1] * waves(rows * parts * value_dim // (64 * groups))
-        if parts == 1:
+        if parts == 1 and not whole:
             return sizes.chunks * walk
         together = summary_groups(groups, sizes)
-        programs = rows * (parts - 1) * (value_dim + key_dim) // (64 * together)
+        programs = rows * (parts - 1 + whole) * (value_dim + key_dim) // (64 * together)
         summary = config.summary[together - 1] * waves(programs)
         return sizes.chunks // parts * (walk + summary) + parts * config.combine
 
@@ -113,13 +116,16 @@ def summary_groups(groups: int, sizes: mosaic.Sizes) -> int:
     return math.gcd(groups, sizes.key_dim // 64)
 
 
-def plan_for(config: Config, sizes: mosaic.Sizes, *, documents: bool, save: bool, interpret: bool) -> mosaic.Plan:
+def plan_for(
+    config: Config, sizes: mosaic.Sizes, *, documents: bool, save: bool, interpret: bool, whole: bool = False
+) -> mosaic.Plan:
     """The layout of a walk of these sizes, with as many stages of the config as shared memory has room for."""
-    groups, parts = layout_of(config, sizes)
+    groups, parts = layout_of(config, sizes, whole)
     for stages in range(config.stages, 0, -1):
         plan = mosaic.Plan(
-            sizes, groups, stages, parts, config.early, config.automatic_barriers, documents, save, interpret
-        )
+            sizes, groups, stages, parts, config.early, config.automatic_barriers, documents, save, interpret,
+            parts - 1 + whole,
+        )  # fmt: skip
         if plan.shared_memory <= SHARED_MEMORY:
             break
     return plan
@@ -128,7 +134,7 @@ def plan_for(config: Config, sizes: mosaic.Sizes, *, documents: bool, save: bool
 @narrow_indices()
 def forward(
     q, k, u, erase, log_decay, documents, initial_state, *,
-    config: Config, save: bool, step: str | None = None, keep=None, interpret=None,
+    config: Config, save: bool, step: str | None = None, keep=None, hand_over=None, interpret=None,
 ) -> tuple:  # fmt: skip
     """(o [B, T, H, V], final state [B, H, K, V] float32, saved or None); T a multiple of 64 and at least 64.
 
@@ -139,9 +145,18 @@ def forward(
     the state at the start [B, H, N, V, K], 16-bit. interpret: Mosaic's parameters. step: None, or a name of
     `delta_flow.STEPS`: then k is raw, u is v, erase is beta, and saved has the |k|^2 [B, H, T] float32, too. With
     K = 256 it has what was written [B, T, H, V].
-    keep: None, or for the heads of the gates [B, H, N] float32, what a chunk leaves of all that it has written."""
+    keep: None, or for the heads of the gates [B, H, N] float32, what a chunk leaves of all that it has written.
+    hand_over: None, or (initial state, Z, M) -> (the state this begins with, the final state) where this is a part of
+    the time that takes a state S to M S + Z."""
     sizes = mosaic.Sizes.of(k, u, erase)
-    plan = plan_for(config, sizes, documents=documents is not None, save=save, interpret=interpret is not None)
+    plan = plan_for(
+        config,
+        sizes,
+        documents=documents is not None,
+        save=save,
+        interpret=interpret is not None,
+        whole=hand_over is not None,
+    )
     inverse, gates, square = mosaic.invert(
         k,
         erase,
@@ -154,13 +169,24 @@ def forward(
     )
     if keep is not None:
         gates = gates.at[:, :, :, mosaic.OUT].multiply(never_zero(keep)[..., None])
-    starts = initial_state[None]
-    if plan.parts > 1:
-        whole = dataclasses.replace(plan, groups=summary_groups(plan.groups, sizes))
-        starts = part_starts(*summarise(k, u, inverse, gates, plan=whole, interpret=interpret), initial_state)
+    starts, final = initial_state[None], None
+    if plan.summarised > 0:
+        together = dataclasses.replace(plan, groups=summary_groups(plan.groups, sizes))
+        summaries = summarise(k, u, inverse, gates, plan=together, interpret=interpret)
+        if hand_over is None:
+            starts = part_starts(*summaries, initial_state)
+        else:
+            starts, final = starts_behind(*composed(*summaries), initial_state, hand_over)
     over_chunk = wide.walk_chunk if sizes.wide else mosaic.walk_chunk
     o, last, *states = mosaic.walk(
         q, k, u, inverse, gates, starts, plan=plan, over_chunk=over_chunk, interpret=interpret
     )
     saved = (inverse, gates, *states, *([] if step is None else [square])) if save else None
-    return o, last[-1], saved
+    return o, last[-1] if final is None else final, saved
+
+
+def starts_behind(added: jax.Array, kept: jax.Array, initial_state: jax.Array, hand_over) -> tuple:
+    """(states before each part, final state) where others have the time before this: Z and M up to the end of each."""
+    before, final = hand_over(initial_state, added[-1], kept[-1])
+    behind = jnp.einsum("pbhij,bhjv->pbhiv", kept[:-1], before, precision=lax.Precision.HIGHEST) + added[:-1]
+    return jnp.concatenate([before[None], behind]), final

@@ -537,7 +537,7 @@ def require_covered(k: jax.Array, value_dim: int, step: str | None) -> None:
 @narrow_indices()
 def backward(
     q, k, u, erase, log_decay, documents, saved, d_o, d_final, *,
-    config: ReverseConfig | None = None, step: str | None = None, keep=None, interpret=None,
+    config: ReverseConfig | None = None, step: str | None = None, keep=None, hand_over=None, interpret=None,
 ) -> tuple:  # fmt: skip
     """Cotangents (dq, dk [B, T, H, K], du [B, T, H, V], d_erase, d_log_decay [B, H, T], d_initial [B, H, V, K]).
 
@@ -549,7 +549,8 @@ def backward(
     is a multiple of 64, K in KEY_DIMS, V in VALUE_DIMS or for K = 256 a multiple of 64.
     dq and dk are of each value head, float32 where they are to be summed: those of a key head are their sum.
     step and keep: those of the forward, or None. With a step, saved has the squared lengths of the keys at its end;
-    with keep, its cotangent comes after d_log_decay.
+    with keep, its cotangent comes after d_log_decay. hand_over: None, or (d_final, Z, M) -> the cotangent behind this,
+    which is a part of the time that takes a cotangent D^T to D^T M + Z.
 
     Raises NotImplementedError for other sizes."""
     inverse, gates, starts, *more = saved
@@ -573,7 +574,7 @@ def backward(
     over_chunk = wide.reverse_chunk if sizes.wide else None
     d_u, ends, d_initial = reverse(
         q, k, inverse, gates, documents, d_o, d_final,
-        sizes=sizes, config=config, over_chunk=over_chunk, interpret=interpret,
+        sizes=sizes, config=config, over_chunk=over_chunk, hand_over=hand_over, interpret=interpret,
     )  # fmt: skip
     if sizes.wide:
         sizes, u = dataclasses.replace(sizes, key_dim=key_dim // 2, halves=2), more.pop()

@@ -292,7 +292,8 @@ class Plan:
     """How a walk is laid out: compute warpgroups that share q, k and the inverse (each has 64 columns of V), chunks
     whose loads are in flight, parts of the time that are walked at once; whether what the last chunk left is decayed
     early, while the new vectors are multiplied; automatic barriers or not; whether there are documents, whether the
-    state at each chunk's start is kept, and whether the interpreter runs it."""
+    state at each chunk's start is kept, and whether the interpreter runs it; parts that are summarised, or None for all
+    but the last."""
 
     sizes: Sizes
     groups: int
@@ -303,6 +304,11 @@ class Plan:
     documents: bool
     save: bool
     interpret: bool
+    summaries: int | None = None
+
+    @property
+    def summarised(self) -> int:
+        return self.parts - 1 if self.summaries is None else self.summaries
 
     @property
     def steps(self) -> int:  # chunks of a part

@@ -1,9 +1,9 @@
 """The delta rule's time in parts on a Hopper GPU: what each part does to any state, and the state before each.
 
-A part of the time is an affine map of its state, S -> M S + Z. `summarise` walks all parts but the last at once,
-reading nothing: V columns of a state that begins with nothing become Z, and K columns of one that begins as the
-identity, to which nothing is written, become M. The chunks' algebra and the shape of the programs are those of `walk`
-in `delta_rule_mosaic.py`.
+A part of the time is an affine map of its state, S -> M S + Z. `summarise` walks all parts but the last at once, or all
+where other devices want to know what this one's time does, reading nothing: V columns of a state that begins with
+nothing become Z, and K columns of one that begins as the identity, to which nothing is written, become M. The chunks'
+algebra and the shape of the programs are those of `walk` in `delta_rule_mosaic.py`.
 """
 
 import jax
@@ -59,7 +59,7 @@ def summarise_program(plan: Plan, dtype, *refs) -> None:
     buffers = (*(buffer.at[group] for buffer in scratch), None, None)[:2]
     tiles, writers = (sizes.value_dim + sizes.key_dim) // plan.tile, sizes.value_dim // plan.tile
     rest, tile = lax.div(lax.axis_index("program"), tiles), lax.rem(lax.axis_index("program"), tiles)
-    rest, part = lax.div(rest, plan.parts - 1), lax.rem(rest, plan.parts - 1)
+    rest, part = lax.div(rest, plan.summarised), lax.rem(rest, plan.summarised)
     row, head = lax.div(rest, sizes.heads), lax.rem(rest, sizes.heads)
     first, written = part * plan.steps, tile < writers
     column = tile * plan.tile + group * 64
@@ -108,10 +108,10 @@ def summarise_program(plan: Plan, dtype, *refs) -> None:
 
 
 def summarise(k, u, inverse, gates, *, plan: Plan, interpret=None) -> tuple[jax.Array, jax.Array]:
-    """(Z [parts - 1, B, H, K, V], M [parts - 1, B, H, K, K]) float32 of every part of the time but the last; arguments
-    as in `walk`. A tile of the plan divides K and V."""
+    """(Z [parts, B, H, K, V], M [parts, B, H, K, K]) float32 of the first `plan.summarised` parts of the time;
+    arguments as in `walk`. A tile of the plan divides K and V."""
     sizes, dtype = plan.sizes, k.dtype
-    shape = (plan.parts - 1, sizes.batch, sizes.heads, sizes.key_dim)
+    shape = (plan.summarised, sizes.batch, sizes.heads, sizes.key_dim)
     tiles = (sizes.value_dim + sizes.key_dim) // plan.tile
     state_buffer = [shared(plan.groups, 64, sizes.key_dim, dtype=dtype)] * (plan.interpret or sizes.wide)
     value_buffer = [shared(plan.groups, 64, CHUNK, dtype=dtype)] * plan.interpret
@@ -123,7 +123,7 @@ def summarise(k, u, inverse, gates, *, plan: Plan, interpret=None) -> tuple[jax.
         delta_rule_summarise,
         out_type=[jax.ShapeDtypeStruct((*shape, columns), jnp.float32) for columns in (sizes.value_dim, sizes.key_dim)],
         scratch_types=state_buffer + value_buffer,
-        grid=(sizes.batch * sizes.heads * (plan.parts - 1) * tiles,),
+        grid=(sizes.batch * sizes.heads * plan.summarised * tiles,),
         grid_names=("program",),
         num_threads=plan.groups + 1,
         thread_name="warpgroup",
@@ -140,3 +140,14 @@ def part_starts(added: jax.Array, kept: jax.Array, initial: jax.Array) -> jax.Ar
     for z, m in zip(added, kept, strict=True):
         starts.append(jnp.einsum("bhij,bhjv->bhiv", m, starts[-1], precision=lax.Precision.HIGHEST) + z)
     return jnp.stack(starts)
+
+
+def composed(added: jax.Array, kept: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(Z, M) [parts, B, H, K, ...] of the time up to each part's end, from those of the parts. Unrolled as above."""
+    key_dim = kept.shape[-1]
+    found = [jnp.concatenate([kept[0], added[0]], axis=-1)]
+    for z, m in zip(added[1:], kept[1:], strict=True):
+        moved = jnp.einsum("bhij,bhjv->bhiv", m, found[-1], precision=lax.Precision.HIGHEST)
+        found.append(moved.at[..., key_dim:].add(z))
+    ends = jnp.stack(found)
+    return ends[..., key_dim:], ends[..., :key_dim]

@@ -119,7 +119,8 @@ class ReverseConfig:
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """How one walk is laid out: compute warpgroups of a program, which share q, k and the inverse; chunks whose loads
-    are in flight; parts of the time; whether it summarises the parts (all but the first) instead of walking them."""
+    are in flight; parts of the time; whether it summarises the parts (all but the first) instead of walking them, and
+    the first, too."""
 
     sizes: Sizes
     groups: int
@@ -127,6 +128,11 @@ class Plan:
     parts: int
     automatic_barriers: bool
     summary: bool = False
+    whole: bool = False
+
+    @property
+    def left_out(self) -> int:  # parts at the front
+        return int(self.summary and not self.whole)
 
     @property
     def holds_ends(self) -> bool:  # in shared memory, to be stored, or to be multiplied
@@ -150,17 +156,18 @@ class Plan:
 
     @property
     def programs(self) -> int:
-        return self.sizes.batch * self.sizes.heads * (self.parts - self.summary) * self.tiles
+        return self.sizes.batch * self.sizes.heads * (self.parts - self.left_out) * self.tiles
 
 
-def plans(config: ReverseConfig, sizes: Sizes) -> tuple[Plan, Plan | None]:
-    """The walk expected to end first, and the summary that it needs if it has several parts."""
+def plans(config: ReverseConfig, sizes: Sizes, whole: bool = False) -> tuple[Plan, Plan | None]:
+    """The walk expected to end first, and the summary that it needs if it has several parts or the whole is asked
+    for."""
 
     def layout(groups: int, parts: int) -> tuple[Plan, Plan | None]:
         walk = Plan(sizes, groups, config.stages, parts, config.automatic_barriers)
-        if parts == 1:
+        if parts == 1 and not whole:
             return walk, None
-        return walk, dataclasses.replace(walk, groups=math.gcd(groups, sizes.key_tiles), summary=True)
+        return walk, dataclasses.replace(walk, groups=math.gcd(groups, sizes.key_tiles), summary=True, whole=whole)
 
     def microseconds(pair: tuple[Plan, Plan | None]) -> float:
         total = 0.0
@@ -293,9 +300,9 @@ def pipeline_of(plan: Plan, place: Place, dtype, step, compute):
 def here(plan: Plan) -> Place:
     program, group = lax.axis_index("program"), lax.axis_index("warpgroup")
     rest, tile = lax.div(program, plan.tiles), lax.rem(program, plan.tiles)
-    row, part = lax.div(rest, plan.parts - plan.summary), lax.rem(rest, plan.parts - plan.summary)
+    row, part = lax.div(rest, plan.parts - plan.left_out), lax.rem(rest, plan.parts - plan.left_out)
     b, h = lax.div(row, plan.sizes.heads), lax.rem(row, plan.sizes.heads)
-    return Place(b, h, part + int(plan.summary), tile, group, tile * plan.tile + group * TILE)
+    return Place(b, h, part + plan.left_out, tile, group, tile * plan.tile + group * TILE)
 
 
 def walk_part(plan: Plan, over_chunk, q, k, d_o, inverse, gates, *refs) -> None:
@@ -341,7 +348,7 @@ def walk_part(plan: Plan, over_chunk, q, k, d_o, inverse, gates, *refs) -> None:
             end = (index(*shape, 0) + (first - plan.sizes.value_dim) == index(*shape, 1)).astype(jnp.float32)
         else:
             end = plgpu.load(behind.at[b, h, part, rows], layout=WGMMA, optimized=False)
-        result[b, h, part - int(plan.summary), rows] = pipeline(end)
+        result[b, h, part - plan.left_out, rows] = pipeline(end)
         plgpu.wait_smem_to_gmem(0)
 
     g, gate_head = plan.sizes.key_head(h), plan.sizes.gate_head(h)
@@ -354,7 +361,7 @@ def launch(plan: Plan, over_chunk, arguments: tuple, behind: tuple, interpret) -
     sizes, (q, k, d_o, inverse, gates, documents) = plan.sizes, arguments
     dtype, key_dim, groups = k.dtype, sizes.key_dim, plan.groups
     heads = sizes.batch, sizes.heads
-    results = [((*heads, plan.parts - plan.summary, plan.tiles * plan.tile, key_dim), jnp.float32)]
+    results = [((*heads, plan.parts - plan.left_out, plan.tiles * plan.tile, key_dim), jnp.float32)]
     scratch = [shared(2, groups, CHUNK, plan.columns, dtype=dtype), plgpu.Barrier(num_arrivals=groups)]
     if not plan.summary:
         results = [(d_o.shape, dtype), ((*heads, sizes.chunks, sizes.value_dim, key_dim), dtype), *results]
@@ -391,16 +398,37 @@ def behind_parts(summary: jax.Array, last: jax.Array) -> jax.Array:
     return jnp.stack(found[::-1], axis=2)
 
 
+def composed(summary: jax.Array) -> jax.Array:
+    """[B, H, parts, V + K, K]: Z and below it M of the time from the start of each part, of those of the parts."""
+    value_dim = summary.shape[3] - summary.shape[4]
+    found = [summary[:, :, -1]]
+    for part in reversed(range(summary.shape[2] - 1)):
+        added, map_ = summary[:, :, part, :value_dim], summary[:, :, part, value_dim:]
+        moved = jnp.einsum("bhvi,bhij->bhvj", found[-1], map_, precision=lax.Precision.HIGHEST)
+        found.append(moved.at[:, :, :value_dim].add(added))
+    return jnp.stack(found[::-1], axis=2)
+
+
+def behind_all(summary: jax.Array, last: jax.Array, hand_over) -> jax.Array:
+    """As `behind_parts`, of the summaries of all parts, where others have the time behind this; last: behind theirs."""
+    ends, value_dim = composed(summary), last.shape[2]
+    added, maps = ends[:, :, :, :value_dim], ends[:, :, :, value_dim:]
+    behind = hand_over(last, added[:, :, 0], maps[:, :, 0])[:, :, None]
+    moved = jnp.einsum("bhvi,bhpij->bhpvj", behind[:, :, 0], maps[:, :, 1:], precision=lax.Precision.HIGHEST)
+    return jnp.concatenate([moved + added[:, :, 1:], behind], axis=2)
+
+
 def reverse(
     q, k, inverse, gates, documents, d_o, d_final, *,
-    sizes: Sizes, config: ReverseConfig, over_chunk=None, interpret=None,
+    sizes: Sizes, config: ReverseConfig, over_chunk=None, hand_over=None, interpret=None,
 ) -> tuple:  # fmt: skip
     """(du [B, T, H, V], D [B, H, N, V, K] at every chunk's end, d_initial [B, H, V, K] float32); arguments as in
     `backward`. over_chunk: the program of one chunk where it is not `reverse_chunk`."""
     arguments = q, k, d_o, inverse, gates, documents
-    walk, summary = plans(config, sizes)
+    walk, summary = plans(config, sizes, hand_over is not None)
     behind = d_final[:, :, None]
     if summary is not None:
-        behind = behind_parts(launch(summary, over_chunk, arguments, (), interpret)[0], d_final)
+        found = launch(summary, over_chunk, arguments, (), interpret)[0]
+        behind = behind_parts(found, d_final) if hand_over is None else behind_all(found, d_final, hand_over)
     d_u, ends, starts = launch(walk, over_chunk, arguments, (behind,), interpret)
     return d_u, ends, starts[:, :, 0]

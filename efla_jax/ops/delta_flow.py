@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from efla_jax.ops.arguments import Recurrence, recurrence
 from efla_jax.ops.delta_rule import TABLE as UNIT_KEYS
+from efla_jax.ops.delta_rule import part_of_time
 from efla_jax.ops.dispatch import Table, automatic, dispatch, missing_kernel
 from efla_jax.ops.exact_flow import exact_flow, gated_exact_flow
 from efla_jax.ops.normalize import l2_normalize, scale_values
@@ -111,4 +112,10 @@ def delta_flow(
             return by_coefficients("auto")(x, step, chunk_size)
         return dispatch("delta_flow", implementation, TABLE, (), (x, step, chunk_size))
 
-    return recurrence_over_mesh(run, x)
+    def over(x, context):
+        if implementation != "auto":
+            raise NotImplementedError(f"delta_flow: {implementation} makes outputs and what a part does at once")
+        k, u, erase, log_decay = STEPS[step](x.k, x.u, x.erase, x.log_decay)
+        return part_of_time("auto", x._replace(k=k, u=u, erase=erase, log_decay=log_decay), context)
+
+    return recurrence_over_mesh(run, x, over)

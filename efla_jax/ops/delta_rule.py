@@ -1,10 +1,13 @@
 """The delta rule with separate erase and write: the operator behind DeltaNet, EFLA and their gated forms."""
 
-from efla_jax.ops.arguments import recurrence
+import jax
+
+from efla_jax.ops.arguments import Recurrence, recurrence
 from efla_jax.ops.associative import associative
 from efla_jax.ops.chunked import chunked
-from efla_jax.ops.dispatch import Table, automatic, dispatch, missing_kernel
+from efla_jax.ops.dispatch import KERNELS, Table, automatic, dispatch, missing_kernel
 from efla_jax.ops.pallas import delta_rule as pallas
+from efla_jax.ops.pallas import delta_rule_part
 from efla_jax.ops.recurrent import recurrent
 from efla_jax.ops.sharded import recurrence_over_mesh
 from efla_jax.shapes import Gates, Keys, Queries, SegmentIds, State, Values, check_chunk_size
@@ -16,6 +19,15 @@ TABLE: Table = {
     "pallas": pallas,
     "triton": missing_kernel("delta_rule"),
 }
+
+
+def part_of_time(implementation: str, x: Recurrence, context: str) -> tuple[jax.Array, jax.Array]:
+    """(outputs, final state) of a part of the time on every device of a mesh axis, by an implementation that knows what
+    its part does to a state before it makes an output. NotImplementedError where `implementation` stands for none."""
+    names = automatic(x.k.shape[1]) if implementation == "auto" and KERNELS.get() else (implementation,)
+    if "pallas" not in names:
+        raise NotImplementedError(f"delta_rule: {implementation} makes outputs and what a part does at once")
+    return delta_rule_part(x, context)
 
 
 def delta_rule(
@@ -63,4 +75,7 @@ def delta_rule(
         auto = automatic(x.k.shape[1], 4 * x.initial_state.size)
         return dispatch("delta_rule", implementation, TABLE, auto, (x, chunk_size))
 
-    return recurrence_over_mesh(run, x)
+    def over(x, context):
+        return part_of_time(implementation, x, context)
+
+    return recurrence_over_mesh(run, x, over)

@@ -15,6 +15,7 @@ from efla_jax.ops.arguments import Recurrence
 from efla_jax.ops.chunked import FORGET
 from efla_jax.ops.hopper import require_hopper
 from efla_jax.ops.pallas_step import one_token
+from efla_jax.ops.sharded import cotangent_over, part, state_over
 
 CHUNK = 64  # tokens of a chunk in every kernel
 
@@ -46,11 +47,17 @@ def require_one_dtype(op: str, x: Recurrence) -> None:
 
 class How(NamedTuple):
     """How a delta rule is computed. config: of the kernels; step: None, or how raw keys, values and beta, in the places
-    of k, u and erase, become one; interpret: parameters of Mosaic's interpreter, or None for a device."""
+    of k, u and erase, become one; interpret: parameters of Mosaic's interpreter, or None for a device; context: the
+    mesh axis over which devices have parts of the time, or None."""
 
     config: Any
     step: str | None
     interpret: Any
+    context: str | None = None
+
+    def of_forward(self) -> dict[str, Any]:
+        over = None if self.context is None else functools.partial(state_over, self.context)
+        return dict(config=self.config, step=self.step, interpret=self.interpret, hand_over=over)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(8,))
@@ -59,14 +66,14 @@ def solve(q, k, u, erase, log_decay, documents, keep, initial_state, how: How):
     from efla_jax.kernels import delta_rule as kernel
 
     arguments = q, k, u, erase, log_decay, documents, initial_state
-    return kernel.forward(*arguments, save=False, keep=keep, **how._asdict())[:2]
+    return kernel.forward(*arguments, save=False, keep=keep, **how.of_forward())[:2]
 
 
 def _forward(q, k, u, erase, log_decay, documents, keep, initial_state, how):
     from efla_jax.kernels import delta_rule as kernel
 
     arguments = q, k, u, erase, log_decay, documents, initial_state
-    o, final, saved = kernel.forward(*arguments, save=True, keep=keep, **how._asdict())
+    o, final, saved = kernel.forward(*arguments, save=True, keep=keep, **how.of_forward())
     return (o, final), (arguments[:6], keep, saved)
 
 
@@ -88,11 +95,14 @@ def _backward(how, residuals, cotangents):
     saved = repeated(inverse), repeated(gates), states, *more
     arguments = q, k, u, repeated(erase), repeated(log_decay), documents, saved, d_o, d_final.swapaxes(2, 3)
     kept = None if keep is None else repeated(keep)
-    options = dict(step=how.step, keep=kept, interpret=how.interpret)
+    over = None if how.context is None else functools.partial(cotangent_over, how.context)
+    options = dict(step=how.step, keep=kept, hand_over=over, interpret=how.interpret)
     d_q, d_k, d_u, d_erase, d_decay, *d_keep, d_initial = kernel.backward(*arguments, **options)
     d_documents = None if documents is None else jnp.zeros_like(documents)
     d_keys = of_key_heads(d_q, q), of_key_heads(d_k, q)
     d_kept = of_gates(*d_keep) if d_keep else None
+    if how.context is not None:  # what every device says of a state that all share is summed
+        d_initial = jnp.where(part(how.context) == 0, d_initial, 0.0)
     return *d_keys, d_u, of_gates(d_erase), of_gates(d_decay), d_documents, d_kept, d_initial.swapaxes(2, 3)
 
 
@@ -109,10 +119,10 @@ def of_key_heads(gradient: jax.Array, like: jax.Array) -> jax.Array:
 solve.defvjp(_forward, _backward)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def laid_out(x: Recurrence, config, step, interpret, keep=None) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 5))
+def laid_out(x: Recurrence, config, step, interpret, keep=None, context=None) -> tuple[jax.Array, jax.Array]:
     """`solve` from and to the library's layout. Channels of the values do not mix: where they are many, tiles of them
-    become heads that share their gates. keep [B, N, H]: see `pallas_routed.py`."""
+    become heads that share their gates. keep [B, N, H]: see `pallas_routed.py`; context: see `How`."""
     assert x.erase is not None
     batch, time, heads, value_dim = x.u.shape
     tile = value_tile(value_dim, x.k.shape[3])
@@ -131,7 +141,7 @@ def laid_out(x: Recurrence, config, step, interpret, keep=None) -> tuple[jax.Arr
         chunk_documents(x.starts),
         None if keep is None else keep.swapaxes(1, 2),
         state_of(x.initial_state, -1, tiles, tile).reshape(batch, heads * tiles, -1, tile),
-        How(config, step, interpret),
+        How(config, step, interpret, context),
     )
     return o[:, :time].reshape(x.u.shape), state_of(final, tiles, -1, tile).reshape(x.initial_state.shape)
 
@@ -148,8 +158,8 @@ def config_for(kind: str, key_dim: int, value_dim: int, dtype) -> Any:
     return kernel.config_for(kind, key_dim, value_tile(value_dim, key_dim), dtype)
 
 
-def by_kernels(op: str, x: Recurrence, config, step, interpret) -> tuple[jax.Array, jax.Array]:
-    """What `delta_rule` and `delta_flow` do with whole sequences."""
+def by_kernels(op: str, x: Recurrence, config, step, interpret, context=None) -> tuple[jax.Array, jax.Array]:
+    """What `delta_rule` and `delta_flow` do with whole sequences, or with parts of them over a mesh axis."""
     kind = require_hopper(op) if interpret is None else "interpreter"
     if x.u.size == 0:  # no token, no row or no channel to write
         return x.u, x.initial_state
@@ -159,7 +169,7 @@ def by_kernels(op: str, x: Recurrence, config, step, interpret) -> tuple[jax.Arr
     key_dim, value_dim, dtype = x.k.shape[-1], x.u.shape[-1], x.k.dtype
     if reason := kernel.unsupported(key_dim, value_dim, dtype, step):
         raise NotImplementedError(f"{op}: no GPU kernel for {reason}")
-    return laid_out(x, config or config_for(kind, key_dim, value_dim, dtype), step, interpret)
+    return laid_out(x, config or config_for(kind, key_dim, value_dim, dtype), step, interpret, None, context)
 
 
 def delta_rule(x: Recurrence, _chunk_size: int, config=None, interpret=None) -> tuple[jax.Array, jax.Array]:
@@ -170,6 +180,13 @@ def delta_rule(x: Recurrence, _chunk_size: int, config=None, interpret=None) -> 
     return by_kernels("delta_rule", x, config, None, interpret)
 
 
+def delta_rule_part(x: Recurrence, context: str, config=None, interpret=None) -> tuple[jax.Array, jax.Array]:
+    """The same where x is this device's part of the time over a mesh axis; the final state is that after the last."""
+    if x.k.shape[1] == 1:
+        raise NotImplementedError("delta_rule: parts of one token each")
+    return by_kernels("delta_rule", x, config, None, interpret, context)
+
+
 def delta_flow(x: Recurrence, step: str, config=None, interpret=None) -> tuple[jax.Array, jax.Array]:
-    """The same of raw keys, values and beta, which stand for k, u and erase in x, by a step of `ops.delta_flow`."""
+    """`delta_rule` of raw keys, values and beta, which stand for k, u and erase in x, by a step of `ops.delta_flow`."""
     return by_kernels("delta_flow", x, config, step, interpret)

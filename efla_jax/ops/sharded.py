@@ -6,8 +6,8 @@ its arrays ("BTHV": see `efla_jax/shapes.py`). A recurrence over a part of the t
 
     S after the part = M S_in + S        o_t = (output from a zero state) + (M_t^T q_t)^T S_in
 
-so that each device runs its part once, from a zero state, and only (M, S) travel: LASP-2 (arXiv 2502.07563), ZeCO
-(arXiv 2507.01004).
+so that only (M, S) travel: LASP-2 (arXiv 2502.07563), ZeCO (arXiv 2507.01004). A device runs its part once, from a zero
+state, and adds what it reads of S_in; kernels that know (M, S) before they make an output begin with S_in at once.
 """
 
 import functools
@@ -94,31 +94,39 @@ def gathered(x: jax.Array, context: str | None) -> jax.Array:
     return x if context is None else lax.all_gather(x, context, axis=1, tiled=True)
 
 
-def handed_over(apply: Callable, initial: Any, summary: Any, context: str) -> tuple[Any, Any]:
+def handed_over(apply: Callable, initial: Any, summary: Any, context: str, reverse: bool = False) -> tuple[Any, Any]:
     """(state before this device's part, state after the last part), where apply(state, summary) takes a state over the
-    part that a device has summarised."""
+    part that a device has summarised; reverse: a cotangent, from the last part to the first."""
     # Tiled: vmap of the gradient of an untiled one that a scan reads is refused by jax 0.11.2.
     every = jax.tree.map(lambda x: lax.all_gather(x[None], context, tiled=True), summary)
 
     def step(state, summary):
         return apply(state, summary), state
 
-    final, before = lax.scan(step, initial, every)
+    final, before = lax.scan(step, initial, every, reverse=reverse)
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, part(context), keepdims=False), before), final
 
 
 LEGENDS = ("BTGK", "BTGK", "BTHV", "BTH", "BTH", "BHKV", "BT")  # of a Recurrence
 
 
-def recurrence_over_mesh(run: Callable[[Recurrence], tuple], x: Recurrence) -> tuple[jax.Array, jax.Array]:
-    """run(x) -> (outputs, final state), on every device with its rows, heads and part of the time."""
+def recurrence_over_mesh(
+    run: Callable[[Recurrence], tuple], x: Recurrence, over: Callable[[Recurrence, str], tuple] | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """run(x) -> (outputs, final state), on every device with its rows, heads and part of the time. over(x, context) is
+    that of a part whose implementation hands the states over itself, or raises NotImplementedError."""
     q, k = repeat_key_heads(x.u.shape[2], x.q, x.k)
 
     def local(context, *arrays):
         x = Recurrence(*arrays)
         if context is None:
             return run(x)
-        return decayed(run, x, context) if x.erase is None else erased(run, x, context)
+        if x.erase is None:
+            return decayed(run, x, context)
+        try:
+            return erased(run, x, context) if over is None else over(x, context)
+        except NotImplementedError:
+            return erased(run, x, context)
 
     return sharded(local, tuple(x._replace(q=q, k=k)), LEGENDS, ("BTHV", "BHKV"))
 
@@ -143,6 +151,26 @@ def erased(run: Callable, x: Recurrence, context: str) -> tuple[jax.Array, jax.A
     before, final = handed_over(apply, x.initial_state, state, context)
     read = known(x, "bthk,bhkv->bthv", o[..., value_dim:], before)
     return (o[..., :value_dim].astype(jnp.float32) + read).astype(x.u.dtype), final
+
+
+def state_over(context: str, initial: jax.Array, added: jax.Array, kept: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(state before this device's part, state after the last part) [B, H, K, V], where a part takes S to M S + Z: kept
+    is its M [B, H, K, K] and added its Z. For kernels that know M and Z before they make an output."""
+
+    def apply(state, summary):
+        return product("bhij,bhjv->bhiv", summary[1], state) + summary[0]
+
+    return handed_over(apply, initial, (added, kept), context)
+
+
+def cotangent_over(context: str, last: jax.Array, added: jax.Array, maps: jax.Array) -> jax.Array:
+    """The cotangent D^T [B, H, V, K] of the state behind this device's part, where a part takes D^T to D^T M + Z; last:
+    this device's share of that of the final state, which all devices return (see `jax.shard_map`)."""
+
+    def apply(state, summary):
+        return product("bhvi,bhij->bhvj", state, summary[1]) + summary[0]
+
+    return handed_over(apply, lax.psum(last, context), (added, maps), context, reverse=True)[0]
 
 
 def decayed(run: Callable, x: Recurrence, context: str) -> tuple[jax.Array, jax.Array]:
