@@ -21,7 +21,7 @@ OPTIONS = {
     "log_linear_gated_delta_net": {"negative_eigenvalues": False, **LEVELS},
     "log_linear_mamba2": LEVELS,
 }
-MIXERS = (*OPTIONS, "mamba2", "gated_conv")
+MIXERS = (*OPTIONS, "mamba2", "gated_conv", "nats_l")
 
 
 def get_config(arg: str = ""):

@@ -690,6 +690,12 @@ def test_a_damaged_config_is_named(content, message, tmp_path):
             convert.main(words)
 
 
+def test_a_damaged_row_of_a_sweep_is_named(tmp_path):
+    (tmp_path / "results.jsonl").write_text("{\n")
+    with pytest.raises(ValueError, match=r"results\.jsonl, line 1: not JSON"):
+        runs.ended_runs(tmp_path, "mad")
+
+
 def test_a_tokenizer_that_is_not_there_is_said_before_anything_is_written(tmp_path, capsys):
     words = ["import", f"--source={tmp_path}", f"--run={tmp_path / 'run'}", "--tokenizer=no_such_file"]
     with pytest.raises(SystemExit):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from configs import lm_1b3, lm_340m, lm_books, lm_log_linear, lm_nats_l
+from configs import lm_1b3, lm_340m, lm_books, lm_log_linear, lm_nats_l, quickstart
 from efla_jax import optim, sharding
 from efla_jax.layers import MIXERS
 from efla_jax.layers.level_weights import LevelOptions
@@ -73,6 +73,10 @@ def hand_count(name: str, mixer: str) -> int:
         projections = 2 * width * keys + 3 * width * values + 2 * width * heads
         depth, block = 21, projections + 4 * (2 * keys + values) + 2 * heads + 256 + mlp + 2 * width
     return depth * block + 2 * VOCABULARY * width + width
+
+
+def test_any_mixer_can_stand_behind_the_quickstart():
+    assert set(quickstart.MIXERS) == set(MIXERS)
 
 
 def plain_config(name: str, mixer: str) -> dict:
