@@ -52,6 +52,7 @@ from efla_jax import evaluate, metrics
 from efla_jax.train import loop
 from experiments import books_report, copying_report, mad_report, mqar_report, recall_report, state_tracking_report
 from experiments.runs import restored
+from experiments.usage import run_in_one_line
 
 RUNS = flags.DEFINE_string("runs", None, "folder whose sub-folders are finished runs; all but level_weights")
 SHOW = flags.DEFINE_list("show", [], "corruption: labels to draw; all by default")
@@ -321,4 +322,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_in_one_line(main)

@@ -49,6 +49,7 @@ import efla_jax
 from efla_jax import metrics
 from efla_jax.train import plain, population
 from experiments.result_files import commit
+from experiments.usage import run_in_one_line
 
 CONFIG = flags.DEFINE_string("config", None, "experiment file, e.g. configs/smnist.py", required=True)
 ARGUMENTS = flags.DEFINE_list("arguments", None, "what stands behind the colon of --config, e.g. efla,delta_net")
@@ -237,6 +238,8 @@ def main(argv: list[str]) -> None:
     try:
         work = cells(rest)
         waiting = [cell for cell in work if not cell.done]
+        for cell in waiting:  # before the first of them is trained
+            read_config(cell)
         parts = groups(waiting) if TOGETHER.value else [[cell] for cell in waiting]
     except ValueError as error:
         raise app.UsageError(str(error)) from None
@@ -272,4 +275,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_in_one_line(main)

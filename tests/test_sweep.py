@@ -2,6 +2,9 @@
 
 import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import pytest
@@ -9,7 +12,9 @@ from absl import app, flags
 from absl.testing import flagsaver
 
 from efla_jax import metrics
-from experiments import runs, sweep
+from experiments import runs, sweep, usage
+
+ROOT = Path(__file__).resolve().parent.parent
 
 FILE = '''"""A recall task that a test can afford."""
 
@@ -69,6 +74,7 @@ def test_a_grid_is_that_of_the_experiment_file_unless_told_otherwise(file, tmp_p
 
 @pytest.mark.parametrize(("words", "message"), [
     ({"grid": "sed=1"}, "mamba2_learning_rate=0.001_seed=0_sed=1: .*sed"),
+    ({"grid": "sed=1", "together": "0"}, "mamba2_learning_rate=0.001_seed=0_sed=1: .*sed"),
     ({"grid": "seed=1,"}, "--grid: 'seed=1,' is not field=value"),
     ({"grid": "seed=0,1,0"}, "mamba2_learning_rate=0.001_seed=0: two runs of the grid have this name"),
     ({"arguments": "linear,linear"}, "linear_learning_rate=0.001_seed=0: two runs"),
@@ -80,6 +86,16 @@ def test_what_is_no_grid_is_refused(file, tmp_path, words, message):
     with pytest.raises(app.UsageError, match=message):
         swept(**{"config": str(file), "workdir": str(tmp_path / "runs"), "together": "4", **words})
     assert not (tmp_path / "runs").exists()
+
+
+def test_what_is_wrong_with_a_command_is_one_line(file, tmp_path, capsys):
+    words = {"config": str(file), "workdir": str(tmp_path), "grid": "seed"}
+    with flagsaver.as_parsed(**words), pytest.raises(SystemExit, match="2"):
+        usage.one_line(sweep.main, ["sweep"])
+    assert re.fullmatch(r"error: --grid: 'seed' is not field=value.*\n", capsys.readouterr().err)
+    command = [sys.executable, "-m", "experiments.sweep", "--config=a.py", "--jobs=0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (2, "error: flag --jobs=0: 0 is not a positive integer\n")
 
 
 def test_runs_together_are_recorded_and_not_repeated(file, tmp_path, monkeypatch):

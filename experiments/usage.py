@@ -1,0 +1,29 @@
+"""How programs with flags of their own, not `arguments`, say what is wrong with a command line."""
+
+import sys
+from collections.abc import Callable
+
+from absl import app, flags
+
+
+def one_line(main: Callable[[list[str]], None], argv: list[str]) -> None:
+    """main(argv), with a line and exit status 2 for an app.UsageError: absl would print all of the help before it."""
+    try:
+        main(argv)
+    except app.UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def parse(argv: list[str]) -> list[str]:
+    """absl's parser, with an answer of the same form for a flag that is wrong or missing."""
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def run_in_one_line(main: Callable[[list[str]], None]) -> None:
+    """Run a program whose main raises app.UsageError for what is wrong with its input."""
+    app.run(lambda argv: one_line(main, argv), flags_parser=parse)
