@@ -36,7 +36,8 @@ TABLES = {op: table(op) for op in KERNELS}
 
 def run(op: str, f: Fenwick, chunk_size: int, implementation: str) -> tuple[Any, FenwickState]:
     check_chunk_size(chunk_size)
-    auto = automatic(f.x.k.shape[1])
+    time, state = f.x.k.shape[1], f.x.k.shape[3] * f.x.u.shape[3]
+    auto = automatic(time, 4 * state * f.level_weights.size)  # of one token: [B, 1, H, L]
 
     def flat(x):  # of parts of the time only
         return dispatch("delta_rule", implementation, FLAT, automatic(x.k.shape[1]), (x, chunk_size))
