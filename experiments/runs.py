@@ -38,7 +38,7 @@ def recorded(path: pathlib.Path, flag: str) -> tuple[pathlib.Path, dict]:
     if folder is None:
         raise ValueError(f"--{flag}={path}: no config.json there; give a run's folder, or one of its steps.")
     config = tuples(json_object(folder / "config.json"))
-    if not all(isinstance(config.get(name), dict) for name in ("data", "model")):
+    if not isinstance(config.get("data"), dict) or "kind" not in config["data"]:
         raise ValueError(f"--{flag}={path}: the config.json there is of no run of experiments.train. Is it a model of"
                          " another library? python -m experiments.convert import first.")  # fmt: skip
     return folder, config
