@@ -52,7 +52,7 @@ def table(rows: list[dict], column: str) -> str:
             [str(length), *(cell([row for row in here if row["variant"] == name], column) for name in variants)]
         )
         if length == PUBLISHED_LENGTH and column == "accuracy":
-            lines.append([f"{length}, published", *(PUBLISHED.get(name, "") for name in variants)])
+            lines.append([f"published for {length}", *(PUBLISHED.get(name, "") for name in variants)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

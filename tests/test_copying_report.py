@@ -35,7 +35,7 @@ def test_lengths_and_kinds_beside_what_is_published(tmp_path):
         "| --- | --- | --- | --- |",
         "| 256 | 10.0 (1/1) | 80.0 (0/1) |  |",
         "| 1024 |  | 40.0 ± 28.3 (1/2) | 50.0 (0/1) |",
-        "| 1024, published |  | 40.6 ± 19.8 | 54.8 ± 2.3 |",
+        "| published for 1024 |  | 40.6 ± 19.8 | 54.8 ± 2.3 |",
     ]
     assert "| 1024 |  | 20.0 ± 14.1 (2/2) | 25.0 (1/1) |" in lines and "| 256 | 90.0 (0/1) | 90.0 (0/1) |  |" in lines
     with open(tmp_path / "out" / "runs.csv", newline="") as file:
