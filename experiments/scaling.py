@@ -5,8 +5,9 @@
 
 equal    losses of three steps and one whole update of --config on data, fsdp, tensor and context meshes against one
          device, in float32 and as configured, and a checkpoint of a split state restored on one device
-rows     tokens/s of --config at --rows x --window tokens a device, split over data and over fsdp
-overlap  the same with XLA told to begin collectives early (OVERLAP below), on GPUs
+rows     tokens/s of --config at --rows x --window packed tokens a device, split over data and over fsdp
+whole    the same where every row is one document
+overlap  the stage rows with XLA told to begin collectives early (OVERLAP below), on GPUs
 context  tokens/s of one sequence of --lengths tokens, split over context, of --mixers at --depth layers
 
 Devices: 1, 2, 4, ... up to all. Efficiency is the rate over that of one device times the number of devices. Every stage
@@ -32,17 +33,13 @@ from experiments.generate_throughput import config_of, names, sizes
 from experiments.language_runs import positive
 from experiments.result_files import commit
 
-STAGES = ["rows", "equal", "overlap", "context"]
+STAGES = ["rows", "equal", "whole", "overlap", "context"]
 MIXERS = [
     "configs/lm_340m.py:efla", "configs/lm_340m.py:gated_delta_net", "configs/lm_log_linear.py:log_linear_mamba2",
     "configs/lm_340m.py:attention",
 ]  # fmt: skip
-OVERLAP = " ".join(
-    f"--xla_gpu_enable_{name}=true"
-    for name in (
-        "latency_hiding_scheduler",
-        *(f"pipelined_{kind}" for kind in ("all_gather", "all_reduce", "reduce_scatter")),
-    )
+OVERLAP = "--xla_gpu_enable_latency_hiding_scheduler=true " + " ".join(
+    f"--xla_gpu_pipeline_{kind}=on" for kind in ("all_gather", "all_reduce", "reduce_scatter")
 )
 TINY = {
     "config": "configs/quickstart.py:efla", "mixers": ["configs/quickstart.py:efla", "configs/quickstart.py:mamba2"],
@@ -84,9 +81,9 @@ def cases_of(stage: str, chosen: argparse.Namespace, devices: int) -> list:
     counts = [2**i for i in range(1, devices.bit_length()) if 2**i <= devices]
     given: tuple = TINY["model"] if chosen.tiny else ()
     kind, _, mixer = stage.partition(" ")
-    if kind in ("rows", "overlap"):
+    if kind in ("rows", "whole", "overlap"):
         split = [("", 1), *((axis, count) for count in reversed(counts) for axis in ("data", "fsdp"))]
-        return [Case(chosen.config, *one, chosen.rows * one[1], chosen.window, given) for one in split]
+        return [Case(chosen.config, *one, chosen.rows * one[1], chosen.window, given, kind != "whole") for one in split]
     if kind == "equal":
         shape = chosen.equal_rows, chosen.equal_length
         fields = *given, ("depth", chosen.equal_depth)
@@ -203,7 +200,7 @@ def line_of(row: dict[str, Any]) -> str:
                 "restored_on_one")  # fmt: skip
     else:
         kept = ("config", "axis", "devices", "length", "tokens_per_second", "step_seconds", "exposed_seconds",
-                "layer_bytes", "planned_gib", "note")  # fmt: skip
+                "busy_seconds", "layer_bytes", "planned_gib", "note")  # fmt: skip
     return f"{row['stage']}: " + ", ".join(f"{name} {shown(row[name])}" for name in kept if name in row)
 
 
@@ -238,7 +235,7 @@ def speed_table(rows: Sequence[dict[str, Any]]) -> str:
     """Of the other stages."""
     ratio = efficiencies(rows)
     header = ("config", "mesh", "rows x tokens", "ms a step", "tokens/s", "efficiency", "communication, ms",
-              "not hidden, ms", "planned GiB", "KiB a layer by collectives", "note")  # fmt: skip
+              "not hidden, ms", "busy, ms", "planned GiB", "KiB a layer by collectives", "note")  # fmt: skip
 
     def milliseconds(row, name):
         return 1e3 * row[name] if name in row else "-"
@@ -247,7 +244,8 @@ def speed_table(rows: Sequence[dict[str, Any]]) -> str:
         (row["config"].removeprefix("configs/").replace(".py:", " "),
          f"{row['axis']} {row['devices']}" if row["axis"] else "one device", f"{row['rows']} x {row['length']}",
          milliseconds(row, "step_seconds"), row.get("tokens_per_second", "-"), ratio.get(i, "-"),
-         milliseconds(row, "communication_seconds"), milliseconds(row, "exposed_seconds"), row.get("planned_gib", "-"),
+         milliseconds(row, "communication_seconds"), milliseconds(row, "exposed_seconds"),
+         milliseconds(row, "busy_seconds"), row.get("planned_gib", "-"),
          ", ".join(f"{name} {size / 1024:.4g}" for name, size in row.get("layer_bytes", {}).items()) or "-",
          row.get("note", ""))
         for i, row in enumerate(rows)
@@ -273,7 +271,7 @@ def report(out: pathlib.Path) -> None:
     """scaling.md and scaling.png of the rows in scaling.jsonl."""
     rows = [json.loads(line) for line in (out / "scaling.jsonl").read_text().splitlines()]
     parts = []
-    for stage in ("equal", "rows", "overlap", "context"):
+    for stage in ("equal", "rows", "whole", "overlap", "context"):
         own = [row for row in rows if row["stage"] == stage]
         if own:
             device = next((row["device"] for row in own if "device" in row), "")
@@ -281,7 +279,7 @@ def report(out: pathlib.Path) -> None:
             parts.append(f"## {stage}: {device}, commit {own[-1]['commit'] or 'unknown'}\n\n{text}")
     (out / "scaling.md").write_text("\n".join(parts))
     panels = []
-    for stage, goal in (("rows", 0.95), ("overlap", 0.95), ("context", 0.9)):
+    for stage, goal in (("rows", 0.95), ("whole", 0.95), ("overlap", 0.95), ("context", 0.9)):
         own = [row for row in rows if row["stage"] == stage]
         ratio, lines = efficiencies(own), {}
         for i, row in enumerate(own):

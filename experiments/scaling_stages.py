@@ -140,7 +140,7 @@ def out_of_memory(error: Exception) -> str:
 # ---- speed ----------------------------------------------------------------------------------------------------------
 
 
-def timed(program: Program, seconds: float, profile: bool) -> dict[str, Any]:
+def timed(program: Program, seconds: float) -> dict[str, Any]:
     """Seconds of a step, the loss behind it and the shares of communication of a trace. Medians of three rounds of as
     many steps as fill `seconds`, after one that loads everything; a step that takes as long is timed once."""
     batch, state, rounds = program.batch(), program.state(), []
@@ -160,7 +160,7 @@ def timed(program: Program, seconds: float, profile: bool) -> dict[str, Any]:
             count = min(max(int(seconds / took), 1), 20)
     row: dict[str, Any] = {"step_seconds": float(np.median(rounds[1:] or rounds)), "loss": float(report["loss"])}
     row["steps"] = count * len(rounds)
-    if profile and took < 2:
+    if took < 2:
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder):
                 for _ in range(2):
@@ -181,7 +181,7 @@ def speed(programs: Sequence[tuple[Case, Program | str]], seconds: float) -> Ite
             yield row | {"note": program}
             continue
         try:
-            found = timed(program, seconds, profile=case.devices > 1)
+            found = timed(program, seconds)
         except jax.errors.JaxRuntimeError as error:
             yield row | {"note": out_of_memory(error)}
             continue
@@ -219,10 +219,12 @@ def layer_bytes(text: str, depth: int) -> dict[str, int]:
 
 
 def looped(line: str, depth: int) -> str:
-    """The body of a loop of `depth` turns, "" where a line has none."""
+    """The body of a loop of `depth` turns, "" where a line has none. Of many layers up to two stand around the
+    loop where collectives are begun a turn ahead; of few, a shorter loop may be another."""
     match = re.search(r"\bwhile\(.*body=%?([\w.-]+)", line)
     turns = re.search(r"known_trip_count\W+n\W+(\d+)", line)
-    return match[1] if match and turns and int(turns[1]) == depth else ""
+    fewest = depth - 2 if depth > 16 else depth
+    return match[1] if match and turns and fewest <= int(turns[1]) <= depth else ""
 
 
 def computations(text: str) -> dict[str, list[str]]:

@@ -81,6 +81,7 @@ def test_collectives_of_the_loop_over_layers_are_counted():
     assert scaling_stages.layer_bytes(MODULE, 3) == {"all-gather": 32, "all-to-all": 30, "all-reduce": 8}
     assert scaling_stages.layer_bytes(MODULE, 4) == {"all-gather": 4096}
     assert scaling_stages.layer_bytes(MODULE, 5) == {}
+    assert scaling_stages.layer_bytes(MODULE.replace('"n":"4"', '"n":"23"'), 24) == {"all-gather": 4096}
 
 
 def test_overlapping_spans_count_once():
@@ -106,7 +107,7 @@ def test_tables_and_plot(tmp_path):
     (tmp_path / "scaling.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
     scaling.report(tmp_path)
     text = (tmp_path / "scaling.md").read_text()
-    assert "| lm_340m efla | data 2 | 16 x 2048 | 500 | 190 | 0.95 | - | 20 |" in text
+    assert "| lm_340m efla | data 2 | 16 x 2048 | 500 | 190 | 0.95 | - | 20 | - |" in text
     assert "| 1.5 |" in text and "out of memory" in text and "| NO |" in text and "same bits" in text
     assert (tmp_path / "scaling.png").stat().st_size > 1000
     assert scaling.efficiencies(rows[2:4]) == {0: 1.0, 1: 1.5}
@@ -116,6 +117,10 @@ def test_stages_are_of_all_devices():
     chosen = scaling.parser().parse_args([])
     split = [(case.axis, case.devices, case.rows) for case in scaling.cases_of("rows", chosen, 4)]
     assert split == [("", 1, 16), ("data", 4, 64), ("fsdp", 4, 64), ("data", 2, 32), ("fsdp", 2, 32)]
+    assert [{case.packed for case in scaling.cases_of(name, chosen, 2)} for name in ("rows", "whole")] == [
+        {True},
+        {False},
+    ]
     equal = scaling.cases_of("equal", chosen, 16)
     assert [case.name for case in equal[::2]] == ["one device", "data 16", "tensor 8", "context 16", "fsdp 16"]
     assert [case.exact for case in equal[:4]] == [True, False, True, False]
