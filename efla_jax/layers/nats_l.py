@@ -53,8 +53,8 @@ class NATSL(GatedDeltaNet):
 
     q, k, v with their convolutions serve both; norms and weights are per attention head, those of one head of the delta
     rule side by side in its channels. The delta rule's queries are not scaled by K^-1/2, as in `GatedDeltaNet`: the
-    norm takes a factor out. Choices are those of `Router`. Fields of `GatedDeltaNet`, except that num_key_heads is
-    num_heads, and
+    norm takes a factor out. Without output_norm its output is. Choices are those of `Router`. Fields of
+    `GatedDeltaNet`, except that num_key_heads is num_heads, and
 
     num_attention_heads    A, a multiple of num_heads; None: 2 num_heads
     num_routes             R heads of the router, must divide num_heads; None: num_heads
@@ -63,6 +63,7 @@ class NATSL(GatedDeltaNet):
     rope_base              of rotary positions in attention; 0: none
     qk_norm                RMSNorm with weights of attention's queries and keys
     skipped_decay          the state also decays over chunks that chose softmax
+    merge                  what w is made from: "queries"; "inputs", w = softmax(mix_proj x); "none", both w are 1
     counterfactual         routing gradient of what a chunk did not choose, too (costs all scores in the backward pass;
                            from tokens of later calls there is none, as a cache holds chosen chunks only)
     gumbel                 see `Router`
@@ -78,6 +79,7 @@ class NATSL(GatedDeltaNet):
     rope_base: float = 0.0
     qk_norm: bool = True
     skipped_decay: bool = True
+    merge: str = "queries"
     counterfactual: bool = False
     gumbel: bool = False
     max_length: int = 2048
@@ -85,6 +87,7 @@ class NATSL(GatedDeltaNet):
 
     def __post_init__(self):
         check_choice("step", self.step, ("gated_delta_net", "efla"))
+        check_choice("merge", self.merge, ("queries", "inputs", "none"))
         check_least("max_length", self.max_length, 1)
         if not 0 < self.softmax_room <= 1:
             raise ValueError(
@@ -207,19 +210,22 @@ class NATSL(GatedDeltaNet):
             after = grow_selected_kv(after, after.k.shape[1] + more)
         return o, after
 
-    def mixed(self, q, linear, attention) -> jax.Array:
-        """The two outputs [B, T, A, value dim], normed and weighed by the raw queries, float32."""
+    def mixed(self, source, linear, attention) -> jax.Array:
+        """The two outputs [B, T, A, value dim], normed and weighed by `source` [B, T, ...], float32."""
         batch, time, count, _ = attention.shape
-        logits = dense(self, "mix_proj", 2 * count)(q.reshape(batch, time, q.shape[2] * q.shape[3]))
-        weights = nn.softmax(logits.astype(jnp.float32).reshape(batch, time, count, 2))[..., None]
-        both = linear.reshape(attention.shape), attention
+        linear = linear.reshape(attention.shape)
         if self.output_norm:
-            names = "linear_norm", "softmax_norm"
-            both = tuple(
+            linear, attention = (
                 nn.RMSNorm(epsilon=self.norm_eps, dtype=jnp.float32, name=name)(o)
-                for name, o in zip(names, both, strict=True)
+                for name, o in (("linear_norm", linear), ("softmax_norm", attention))
             )
-        return weights[..., 0, :] * both[0] + weights[..., 1, :] * both[1]
+        else:
+            linear = linear.astype(jnp.float32) * self.sizes()[2] ** -0.5
+        if self.merge == "none":
+            return linear + attention
+        logits = dense(self, "mix_proj", 2 * count)(source.reshape(batch, time, math.prod(source.shape[2:])))
+        weights = nn.softmax(logits.astype(jnp.float32).reshape(batch, time, count, 2))[..., None]
+        return weights[..., 0, :] * linear + weights[..., 1, :] * attention
 
     @nn.compact
     def __call__(  # type: ignore[override]
@@ -238,7 +244,8 @@ class NATSL(GatedDeltaNet):
         choice, pooled = router(x, segment_ids, None if state is None else state.position, pooled)
         linear, state = self.linear(x, q, k, v, choice[..., LINEAR], state, segment_ids)
         attention, kv = self.attention(q, k, v, choice[..., SOFTMAX], kv, segment_ids)
-        y = read_out(self, self.mixed(q, linear, attention).reshape(linear.shape), x)
+        mixed = self.mixed(x if self.merge == "inputs" else q, linear, attention)
+        y = read_out(self, mixed.reshape(linear.shape), x)
         return y, NATSLCache(q_inputs + k_inputs + v_inputs, state, pooled, kv, segment)
 
 
