@@ -120,10 +120,11 @@ def fenwick_parallel(q, k, u, erase, log_decay, weights, position=0):
     return ((np.tril(q @ k.T) @ solved) * decay * seen) @ u
 
 
-def routed_row(q, k, u, erase, log_decay, keep, fade, state, start, decay, ids, position, size):
+def routed_row(q, k, u, erase, log_decay, keep, fade, state, start, decay, ids, position, size, own):
     """One head of one row of a delta rule whose full chunks of `size` tokens are kept or rolled back: keep, fade [N],
     entry n for the n-th chunk that fills up. state, start [K, V]: now and where the open chunk began; decay: the sum of
-    its log decays so far; the first token stands at `position`."""
+    its log decays so far; the first token stands at `position`. own: outputs read the state, else what the chunk began
+    with, faded."""
     empty = position % size == 0
     start, decay = jnp.where(empty, state, start), jnp.where(empty, 0.0, decay)
 
@@ -135,7 +136,8 @@ def routed_row(q, k, u, erase, log_decay, keep, fade, state, start, decay, ids, 
         before, start_here, decay_here = (jnp.where(begins, 0.0, x) for x in (state, start, decay))
         at = jnp.where(begins, 0, position) + 1
         after = jnp.exp(log_decay) * (before - erase * jnp.outer(k, k @ before)) + jnp.outer(k, u)
-        o, decay_here = after.T @ q, decay_here + log_decay
+        decay_here = decay_here + log_decay
+        o = jnp.where(own, after, jnp.exp(decay_here) * start_here).T @ q
         closes = at % size == 0
         entry = jnp.minimum(full, keep.shape[0] - 1)
         rolled = jnp.exp(fade[entry] * decay_here) * start_here
@@ -150,15 +152,15 @@ def routed_row(q, k, u, erase, log_decay, keep, fade, state, start, decay, ids, 
     return o, *carry[:3]
 
 
-def routed(q, k, u, erase, log_decay, keep, fade, state, start, decay, ids, position, size):
+def routed(q, k, u, erase, log_decay, keep, fade, state, start, decay, ids, position, size, own=1):
     """All rows and heads of a routed delta rule: (o, state, start, decay), in the library's layout; keep, fade
     [B, N, H], decay [B, H]."""
     repeats = u.shape[2] // k.shape[2]
     q, k = (jnp.repeat(x, repeats, axis=2) for x in (q, k))
-    axes = (1, 1, 1, 1, 1, 1, 1, 0, 0, 0, None, None, None)
+    axes = (1, 1, 1, 1, 1, 1, 1, 0, 0, 0, None, None, None, None)
     heads = jax.vmap(routed_row, in_axes=axes, out_axes=(1, 0, 0, 0))
-    rows = jax.vmap(heads, in_axes=(0,) * 12 + (None,))
-    return rows(q, k, u, erase, log_decay, keep, fade, state, start, decay, ids, position, size)
+    rows = jax.vmap(heads, in_axes=(0,) * 12 + (None,) * 2)
+    return rows(q, k, u, erase, log_decay, keep, fade, state, start, decay, ids, position, size, own)
 
 
 def document_chunks(ids, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -184,9 +186,10 @@ def document_chunks(ids, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     return chunk, document, entry
 
 
-def block_sparse(q, k, v, selected, chunk, document, entry):
+def block_sparse(q, k, v, selected, chunk, document, entry, own=1):
     """(o,): softmax attention in which selected [B, N, R], any real number, multiplies exp(score) of the keys of a full
-    chunk seen from later ones; own chunks count once, chunks that never fill up have no later ones."""
+    chunk seen from later ones; own chunks count `own` times (1 or 0), chunks that never fill up have no later ones.
+    What sees nothing is 0."""
     heads = q.shape[2]
     k, v = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k, v))
     weight = jnp.repeat(selected, heads // selected.shape[2], axis=2)
@@ -195,12 +198,13 @@ def block_sparse(q, k, v, selected, chunk, document, entry):
     real = chunk >= 0
     causal = (time[:, None] >= time) & (document[:, :, None] == document[:, None, :])
     causal &= real[:, :, None] & real[:, None, :]
-    own = causal & (chunk[:, :, None] == chunk[:, None, :])
+    same = causal & (chunk[:, :, None] == chunk[:, None, :])
     scores = jnp.einsum("bthk,bshk->bhts", q, k)
     top = lax.stop_gradient(jnp.max(jnp.where(causal[:, None], scores, -jnp.inf), -1, keepdims=True))
     scores = jnp.where(causal[:, None], scores - jnp.where(jnp.isfinite(top), top, 0.0), -jnp.inf)
-    mass = jnp.where(own[:, None], 1.0, jnp.moveaxis(weight, 1, 2)[:, :, None, :]) * jnp.exp(scores)
-    mass = mass / jnp.where(real[:, None, :, None], jnp.sum(mass, -1, keepdims=True), 1.0)
+    mass = jnp.where(same[:, None], own, jnp.moveaxis(weight, 1, 2)[:, :, None, :]) * jnp.exp(scores)
+    total = jnp.sum(mass, -1, keepdims=True)
+    mass = mass / jnp.where(real[:, None, :, None] & (total != 0), total, 1.0)
     return (jnp.einsum("bhts,bshv->bthv", mass, v),)
 
 
@@ -242,13 +246,13 @@ def fenwick_and_gradients(arguments, ids, position, cotangents):
     return _in_float64(fenwick, arguments, (ids, position), cotangents)
 
 
-def routed_and_gradients(arguments, ids, position, size, cotangents):
+def routed_and_gradients(arguments, ids, position, size, cotangents, own=1):
     """((o, state, start, decay), gradients) in float64 as numpy; arguments (q, k, u, erase, log_decay, keep, fade,
     state, start, decay) all given, position [B] that of the state."""
-    return _in_float64(routed, arguments, (ids, position, size), cotangents)
+    return _in_float64(routed, arguments, (ids, position, size, own), cotangents)
 
 
-def block_sparse_and_gradients(arguments, ids, size, cotangents):
+def block_sparse_and_gradients(arguments, ids, size, cotangents, own=1):
     """((o,), gradients) in float64 as numpy; arguments (q, k, v, selected)."""
     ids = np.ones(arguments[0].shape[:2], np.int32) if ids is None else np.asarray(ids)
-    return _in_float64(block_sparse, arguments, document_chunks(ids, size), cotangents)
+    return _in_float64(block_sparse, arguments, (*document_chunks(ids, size), own), cotangents)

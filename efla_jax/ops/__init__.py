@@ -18,6 +18,7 @@ from efla_jax.ops.log_linear import log_linear_attention as log_linear_attention
 from efla_jax.ops.log_linear import log_linear_delta_rule as log_linear_delta_rule
 from efla_jax.ops.normalize import l2_normalize as l2_normalize
 from efla_jax.ops.rope import apply_rope as apply_rope
+from efla_jax.ops.routed_delta_rule import chunk_start_delta_rule as chunk_start_delta_rule
 from efla_jax.ops.routed_delta_rule import routed_delta_rule as routed_delta_rule
 from efla_jax.ops.routed_recurrent import RoutedState as RoutedState
 from efla_jax.ops.routed_recurrent import init_routed_state as init_routed_state

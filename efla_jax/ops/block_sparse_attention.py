@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from efla_jax.ops import pallas_attention, pallas_attention_cache
+from efla_jax.ops.attention_blocks import MASKED
 from efla_jax.ops.block_sparse_tiles import Places, Plan, tiles
 from efla_jax.ops.dispatch import check_implementation, dispatch, missing_kernel, on_gpu
 from efla_jax.ops.document_chunks import (
@@ -54,6 +55,7 @@ def block_sparse_attention(
     chunk_size: int = 64,
     implementation: str = "auto",
     counterfactual: bool = False,
+    own_chunk: bool = True,
 ) -> tuple[Float[Array, "B T H V"], SelectedKV]:
     """Softmax attention of every token to its own chunk, causally, and to all of each selected chunk before it.
 
@@ -69,6 +71,9 @@ def block_sparse_attention(
     The gradient of selected is that of a real number that multiplies exp(q_t . k_s) for later chunks, of later calls
     too, float32; of entries that are 0 it is taken with `counterfactual` only (it costs all scores, and lacks later
     calls, which nothing that was not selected reaches), and else is 0.
+
+    Without `own_chunk` a token sees the selected chunks before its own alone, and o is 0 where there are none: an
+    ablation, by XLA, not with `counterfactual` (what sees nothing has no such gradient).
 
     A `SelectedKV` goes on in any pieces, with the same chunk_size, R and G; without one the state returned has room for
     all that T tokens may select. A document that selects more than the room is a ValueError where that is known when
@@ -86,12 +91,17 @@ def block_sparse_attention(
     ([6.0, 4.5, 3.0], [1])
     """
     check_arguments(q, k, v, selected, initial_state, segment_ids, chunk_size)
+    if counterfactual and not own_chunk:
+        raise ValueError(
+            "counterfactual: True without own_chunk, but where a query sees nothing an entry that is 0 has no gradient."
+            " Leave one of them as it is by default."
+        )
     kv = starting(k, v, selected, chunk_size) if initial_state is None else jax.tree.map(jnp.asarray, initial_state)
     if k.shape[1] == 0:
         check_implementation("block_sparse_attention", implementation, (*SOLVERS, "triton"))
         return jnp.zeros((*q.shape[:3], v.shape[-1]), v.dtype), kv
     selected = selected.astype(jnp.float32)
-    options = Options(chunk_size, implementation, counterfactual)
+    options = Options(chunk_size, implementation, counterfactual, own_chunk)
     if initial_state is None:
         return whole(options, q, k, v, selected, kv, segment_ids)
     lost = outgrown(kv, document_chunks(k.shape[0], k.shape[1], chunk_size, segment_ids, kv.position), selected)
@@ -129,6 +139,7 @@ class Options(NamedTuple):
     size: int
     implementation: str
     counterfactual: bool
+    own: bool
 
 
 def starting(k, v, selected, size: int) -> SelectedKV:
@@ -204,6 +215,9 @@ def one_token(options: Options, q, k, v, selected, kv: SelectedKV, segment_ids) 
     open_k, open_v = put(kv.open_k, k), put(kv.open_v, v)
 
     def local(solver, q, open_k, open_v, selected, fill, *pool):
+        if not options.own:
+            nothing = jnp.zeros((*q.shape[:3], v.shape[3])), jnp.full(q.shape[:3], MASKED)
+            return with_pages(*nothing, q, fill[:, None] > 0, selected.shape[2], Pool(*pool), solver.pages)
         return solver.latest(q, open_k, open_v, fill, Pool(*pool), selected.shape[2])
 
     state = advanced(kv, chunks, selected, Held(open_k[:, None], open_v[:, None], open_k, open_v))
@@ -223,7 +237,7 @@ class Solver(NamedTuple):
 def over_mesh(options: Options, local: Callable, arrays, legends, result: str) -> jax.Array:
     """local(solver, *arrays) on every device's rows (and heads), by the implementation asked for."""
     op = "block_sparse_attention"
-    auto = ("pallas", "chunked") if on_gpu() else ("chunked",)
+    auto = ("pallas", "chunked") if on_gpu() and options.own else ("chunked",)
     table: dict[str, Callable] = {name: functools.partial(local, solver) for name, solver in SOLVERS.items()}
     table["triton"] = missing_kernel(op)
 
@@ -246,12 +260,13 @@ def held_by(k, v, chunks: DocumentChunks, count: int, size: int) -> Held:
     return Held(k[:, :-1], v[:, :-1], k[:, -1], v[:, -1])
 
 
-def plan_of(count: int, size: int, packed: bool, counterfactual: bool) -> tuple[Plan, int]:
+def plan_of(count: int, packed: bool, options: Options) -> tuple[Plan, int]:
     """The tiles for `count` cells, and how many cells there must be for all to be whole: powers of two."""
+    size = options.size
     least = 1 << (count - 1).bit_length()
     queries, keys = (min(max(slots // size, 1), least) for slots in (QUERIES, KEYS))
     whole = max(queries, keys)
-    return Plan(size, queries, keys, packed, counterfactual), -(-count // whole) * whole
+    return Plan(size, queries, keys, packed, options.counterfactual, options.own), -(-count // whole) * whole
 
 
 def in_cells(
@@ -264,7 +279,7 @@ def in_cells(
     if q.size == 0 or v.size == 0:
         return jnp.zeros((*q.shape[:3], v.shape[3]), v.dtype), jnp.zeros(q.shape[:3], jnp.float32)
     used = most_cells(time, size, True) if packed else -(-(time - moved) // size)
-    plan, count = plan_of(used, size, packed, options.counterfactual)
+    plan, count = plan_of(used, packed, options)
     document, chunk = chunks.document + 1, jnp.cumsum(chunks.real & (chunks.position % size == 0), axis=1)
     if moved:
         found = cells(chunks, size, count)

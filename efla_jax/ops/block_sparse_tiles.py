@@ -30,13 +30,14 @@ LARGEST = 60.0  # of score - L of a pair that is not seen: exp of 88 overflows, 
 
 class Plan(NamedTuple):
     """Sizes known when compiling: slots of a cell, cells of a tile of queries and of a block of the list, whether rows
-    hold several documents, whether masks of 0 have a gradient."""
+    hold several documents, whether masks of 0 have a gradient, whether queries see their own chunk."""
 
     size: int
     queries: int
     keys: int
     packed: bool
     counterfactual: bool
+    own: bool = True
 
 
 class Places(NamedTuple):
@@ -138,7 +139,8 @@ def own_cells(r: Row, plan: Plan, i: jax.Array) -> Tile:
     causal = key <= query[:, None]
     own = causal & (chunk[:, None, :] == chunk[:, extra:, None])
     before = (key >= 0) & causal & (document[:, None, :] == document[:, extra:, None]) & ~own
-    return Tile(k, v, *(x[:, None, None] for x in (own | before & picked, before & full)))
+    seen = own | before & picked if plan.own else before & picked
+    return Tile(k, v, *(x[:, None, None] for x in (seen, before & full)))
 
 
 def scores_of(q: jax.Array, k: jax.Array) -> jax.Array:
@@ -191,7 +193,10 @@ def forward_rows(plan: Plan, q, k, v, chosen, places: Places):
             return fold(carry, jnp.where(seen, scores_of(queries, keys), MASKED), values)
 
         top, total, o = blocks(first[:, i], end[:, i], plan, block, carry)
-        return (o / total[..., None]).astype(v.dtype), top + jnp.log(total)
+        o, log_sum = o / total[..., None], top + jnp.log(total)
+        if not plan.own:  # then there are queries that see nothing
+            o, log_sum = jnp.where((top > MASKED)[..., None], o, 0.0), jnp.where(top > MASKED, log_sum, MASKED)
+        return o.astype(v.dtype), log_sum
 
     o, log_sum = lax.map(tile, jnp.arange(end.shape[1]))
     return tuple(jnp.moveaxis(x, 0, 3).reshape(*q.shape[:4], *x.shape[5:]) for x in (o, log_sum))

@@ -178,6 +178,8 @@ def block_sparse(plan: Plan, q, k, v, chosen, places: Places, config=None, inter
     op = "block_sparse_attention"
     if plan.size != CELL or plan.counterfactual:
         raise NotImplementedError(f"{op}: the GPU kernels have chunks of {CELL} and no counterfactual gradients")
+    if not plan.own:
+        raise NotImplementedError(f"{op}: in the GPU kernels a token sees its own chunk; without it, by XLA only")
     require(op, q, k, v, interpret)
     from efla_jax.kernels import attention as kernel
 

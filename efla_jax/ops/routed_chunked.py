@@ -10,6 +10,8 @@ where fade_C is the decay of a chunk rolled back: in_C, or what `fade` makes of 
 zero only where the first cell ends a chunk that an earlier call began at S_0, with decay a so far: F = (1 - m) (fade_C
 a S_0 - fade_C S). Cells without a full chunk have m = 1. Against `chunked` the backward has m D for D where J's parts
 are meant, and the decays' own part is in_C <S, D> for all m.
+
+Without `own` O is in . Q S alone: dW is m K D, dQ lacks b K, and b is 0.
 """
 
 import functools
@@ -23,6 +25,7 @@ from efla_jax.ops.arguments import Recurrence
 from efla_jax.ops.chunked import chunks, cut, gradients, inner, join, product, steps_together, written
 from efla_jax.ops.document_chunks import Cells, carried, cells, most_cells, still_open
 from efla_jax.ops.routed_recurrent import Routed, open_chunk
+from efla_jax.ops.segments import mask_padding
 
 
 class Borders(NamedTuple):
@@ -45,11 +48,11 @@ def wide(array: jax.Array) -> jax.Array:
     return array[..., None, None]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def solve(x: Recurrence, b: Borders, anchor: jax.Array, size: int):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def solve(x: Recurrence, b: Borders, anchor: jax.Array, size: int, own: bool):
     """(o [B, T, H, V] in the dtype of u; the final state and that at the start of cell anchor [B] <= M, [B, H, K, V]);
-    T is whole cells."""
-    return _forward(x, b, anchor, size)[0]
+    T is whole cells. own: outputs read what their own cell writes, too."""
+    return _forward(x, b, anchor, size, own)[0]
 
 
 def _pieces(x: Recurrence, b: Borders, size: int):
@@ -57,7 +60,7 @@ def _pieces(x: Recurrence, b: Borders, size: int):
     return pieces, inner(pieces), grouped(x, b.keep, 2), grouped(x, b.extra, 2)
 
 
-def _forward(x: Recurrence, b: Borders, anchor: jax.Array, size: int):
+def _forward(x: Recurrence, b: Borders, anchor: jax.Array, size: int, own: bool):
     pieces, parts, keep, extra = _pieces(x, b, size)
     first = grouped(x, b.first, 1)
     count = keep.shape[0]
@@ -77,7 +80,9 @@ def _forward(x: Recurrence, b: Borders, anchor: jax.Array, size: int):
     initial = grouped(x, x.initial_state, 1)
     final, (starts, w) = lax.scan(step, initial, xs, unroll=steps_together())
     read = product("...gck,...grkv->...grcv", pieces.q, starts.astype(pieces.q.dtype))
-    o = parts.decay.into[..., None] * read + product("...ij,...jv->...iv", parts.scores, w)
+    o = parts.decay.into[..., None] * read
+    if own:
+        o += product("...ij,...jv->...iv", parts.scores, w)
     there = starts[jnp.minimum(anchor, count - 1), jnp.arange(anchor.shape[0])]
     there = jnp.where(at(anchor, count), final, there)
     shape = x.initial_state.shape
@@ -88,7 +93,7 @@ def at(anchor: jax.Array, index: jax.Array | int) -> jax.Array:
     return (anchor == index)[:, None, None, None, None]
 
 
-def _backward(size: int, saved, cotangents):
+def _backward(size: int, own: bool, saved, cotangents):
     x, b, anchor, starts = saved
     pieces, parts, keep, extra = _pieces(x, b, size)
     dtype, count = pieces.u.dtype, keep.shape[0]
@@ -99,7 +104,9 @@ def _backward(size: int, saved, cotangents):
     def step(d_state, cell):
         index, q, k, erase, decay, inverse, scores, d_o, w, keep, extra = cell
         left = decay.out[..., None] * product("...gck,...grkv->...grcv", k, d_state.astype(dtype))
-        d_w = product("...ij,...iv->...jv", scores, d_o) + wide(keep) * left
+        d_w = wide(keep) * left
+        if own:
+            d_w += product("...ij,...iv->...jv", scores, d_o)
         d_u = product("...ij,...iv->...jv", inverse, d_w.astype(dtype))
         into = decay.into[..., None]
         before = into[..., -1:, :] * d_state + product("...gck,...grcv->...grkv", q, (into * d_o).astype(dtype))
@@ -114,7 +121,13 @@ def _backward(size: int, saved, cotangents):
     d_initial, (d_ends, d_u, d_keep) = lax.scan(
         step, d_final, (*xs, keep, extra), reverse=True, unroll=steps_together()
     )
-    d_q, d_k, d_u, d_erase, d_decay = gradients(pieces, parts, starts, w, d_o, wide(keep) * d_ends, d_u)
+    d_pairs = d_o if own else jnp.zeros_like(d_o)
+    d_q, d_k, d_u, d_erase, d_decay = gradients(pieces, parts, starts, w, d_pairs, wide(keep) * d_ends, d_u)
+    if not own:
+        read = parts.decay.into[..., None] * product("...cv,...kv->...ck", d_o, starts.astype(dtype))
+        d_q += read.sum(-3)
+        d_sums = jnp.sum(pieces.q[..., None, :, :] * read, -1)
+        d_decay += lax.cumsum(d_sums, axis=d_sums.ndim - 1, reverse=True)
     aligned = jnp.sum(starts * d_ends, (-1, -2))
     d_decay += ((1 - keep) * parts.decay.into[..., -1] * aligned)[..., None]
     d_erase, d_decay = join(d_erase[..., None], x.erase), join(d_decay[..., None], x.log_decay)
@@ -185,9 +198,25 @@ def left_open(r: Routed, anchor: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(carries[:, None, None, None], start, here), decay
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def routed_chunked(r: Routed, size: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Outputs [B, T, H, V] in the dtype of u; the state, where the open chunk began and its log decay, in float32."""
+def of_first_chunks(r: Routed, o: jax.Array, size: int) -> jax.Array:
+    """o [B, T, H, V] without what a row's first chunks write, of which cells know too little: chunks that an earlier
+    call began, and those, begun with nothing, that share cells as they never fill up."""
+    x, (_, document, position, _, number, _) = r.x, r.chunks
+    o = mask_padding(position >= size, o)
+    if r.start is None:
+        return o
+    start, opened = open_chunk(r)
+    carried_on = mask_padding(r.chunks.real & (document == 0) & (number == 0), x.log_decay)
+    faded = jnp.exp(opened[:, None] + jnp.cumsum(carried_on, axis=1))
+    q = jnp.repeat(x.q.astype(jnp.float32), o.shape[2] // x.q.shape[2], axis=2)
+    read = faded[..., None] * product("bthk,bhkv->bthv", q, start)
+    return jnp.where(((document == 0) & (number == 0))[..., None, None], read.astype(o.dtype), o)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def routed_chunked(r: Routed, size: int, own: bool = True) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Outputs [B, T, H, V] in the dtype of u; the state, where the open chunk began and its log decay, in float32. own:
+    see `routed_recurrent`."""
     x, (batch, time) = r.x, r.chunks.real.shape
     if x.u.size == 0:  # no token, no row or no channel to write
         return x.u, x.initial_state, *open_chunk(r)
@@ -197,9 +226,10 @@ def routed_chunked(r: Routed, size: int) -> tuple[jax.Array, jax.Array, jax.Arra
         tokens = {name: a for name, a in x._asdict().items() if a is not None and name != "initial_state"}
         laid = x._replace(**{name: jnp.pad(a, fill + ((0, 0),) * (a.ndim - 2)) for name, a in tokens.items()})
         entry = jnp.broadcast_to(jnp.where(jnp.arange(count) < time // size, jnp.arange(count), -1), (batch, count))
-        o, state, anchor = solve(laid, at_borders(r, laid, entry, size), behind(entry), size)
+        o, state, anchor = solve(laid, at_borders(r, laid, entry, size), behind(entry), size, own)
         return o[:, :time], state, *left_open(r, anchor)
     found = cells(r.chunks, size, most_cells(time, size, x.starts is not None))
     laid = in_cells(x, found)
-    o, state, anchor = solve(laid, at_borders(r, laid, found.entry, size), behind(found.entry), size)
-    return carried(o, found.slot, found.source), state, *left_open(r, anchor)
+    o, state, anchor = solve(laid, at_borders(r, laid, found.entry, size), behind(found.entry), size, own)
+    o = carried(o, found.slot, found.source)
+    return o if own else of_first_chunks(r, o, size), state, *left_open(r, anchor)

@@ -1,5 +1,7 @@
 """The delta rule whose chunks may be rolled back: the linear branch of NAtS-L (arXiv 2602.03681)."""
 
+import functools
+
 from jaxtyping import Array, Float
 
 from efla_jax.ops.dispatch import Table, automatic, dispatch, missing_kernel
@@ -13,6 +15,12 @@ TABLE: Table = {
     "chunked": routed_chunked,
     "pallas": pallas,
     "triton": missing_kernel("routed_delta_rule"),
+}
+BEFORE: Table = {
+    "recurrent": functools.partial(routed_recurrent, own=False),
+    "chunked": functools.partial(routed_chunked, own=False),
+    "pallas": missing_kernel("chunk_start_delta_rule"),
+    "triton": missing_kernel("chunk_start_delta_rule"),
 }
 
 
@@ -54,14 +62,52 @@ def routed_delta_rule(
     >>> o[0, jnp.array([15, 16, 31, 32]), 0, 0].tolist(), state.position.tolist()
     ([16.0, 1.0, 16.0, 17.0], [40])
     """
+    arguments = q, k, u, erase, log_decay, keep
+    return _solved("routed_delta_rule", TABLE, implementation, arguments, initial_state, segment_ids, chunk_size)
+
+
+def chunk_start_delta_rule(
+    q: Queries,
+    k: Keys,
+    u: Values,
+    erase: Gates,
+    log_decay: Gates,
+    keep: Float[Array, "B N H"] | Float[Array, "B N H 2"],
+    *,
+    initial_state: RoutedState | None = None,
+    segment_ids: SegmentIds | None = None,
+    chunk_size: int = 64,
+    implementation: str = "auto",
+) -> tuple[Values, RoutedState]:
+    """`routed_delta_rule` whose tokens read the chunks before their own, faded, and nothing of their own.
+
+        o_t = exp(G_t) S_c^T q_t        S_c: before the chunk c of token t; G_t: sum of g from its first token up to t
+
+    Arguments, states and errors are those of `routed_delta_rule`; an ablation of NAtS-L (arXiv 2602.03681), without GPU
+    kernels.
+
+    >>> import jax.numpy as jnp
+    >>> k, gates = jnp.ones((1, 40, 1, 4)) / 2, jnp.ones((1, 40, 1))
+    >>> keep = jnp.array([0.0, 1.0, 0.0]).reshape(1, 3, 1)
+    >>> o, _ = chunk_start_delta_rule(k, k, jnp.ones((1, 40, 1, 5)), 0 * gates, 0 * gates, keep, chunk_size=16)
+    >>> o[0, jnp.array([15, 16, 31, 32]), 0, 0].tolist()
+    [0.0, 0.0, 0.0, 16.0]
+    """
+    arguments = q, k, u, erase, log_decay, keep
+    return _solved("chunk_start_delta_rule", BEFORE, implementation, arguments, initial_state, segment_ids, chunk_size)
+
+
+def _solved(
+    name: str, table: Table, implementation: str, arguments, initial_state, segment_ids, chunk_size: int
+) -> tuple[Values, RoutedState]:
     check_chunk_size(chunk_size)
-    for name, array in (("erase", erase), ("log_decay", log_decay), ("keep", keep)):
+    for gate, array in zip(("erase", "log_decay", "keep"), arguments[3:], strict=True):
         if array is None:
-            raise ValueError(f"{name}: None, but the routed delta rule needs it; pass an array.")
-    r = routed(q, k, u, erase, log_decay, keep, initial_state, segment_ids, chunk_size)
-    auto = automatic(k.shape[1])
+            raise ValueError(f"{gate}: None, but the routed delta rule needs it; pass an array.")
+    r = routed(*arguments, initial_state, segment_ids, chunk_size)
+    auto = automatic(r.x.k.shape[1])
 
     def run(r):
-        return dispatch("routed_delta_rule", implementation, TABLE, auto, (r, chunk_size))
+        return dispatch(name, implementation, table, auto, (r, chunk_size))
 
     return routed_over_mesh(run, r, None if initial_state is None else initial_state.position)

@@ -111,10 +111,12 @@ def routed_over_mesh(run, r: Routed, initial_position: jax.Array | None) -> tupl
     return o, RoutedState(state, start, decay, after)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def routed_recurrent(r: Routed, _chunk_size: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def routed_recurrent(
+    r: Routed, _chunk_size: int, own: bool = True
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """The definition: outputs [B, T, H, V] in the dtype of u; the state, where the open chunk began and its log decay,
-    in float32."""
+    in float32. own: outputs read the state, else what the open chunk began with, faded."""
     x, (_, _, _, closes, number, _) = r.x, r.chunks
     batch, time, key_heads, _ = x.k.shape
     group = (batch, key_heads, x.u.shape[2] // key_heads)
@@ -129,8 +131,9 @@ def routed_recurrent(r: Routed, _chunk_size: int) -> tuple[jax.Array, jax.Array,
         state = jnp.exp(decay)[..., None, None] * state
         known = jnp.einsum("bgk,bgrkv->bgrv", k, state, precision=PRECISION)
         state = state + k[:, :, None, :, None] * (u - erase[..., None] * known)[..., None, :]
-        o = jnp.einsum("bgk,bgrkv->bgrv", q, state, precision=PRECISION)
         opened = opened + decay
+        read = state if own else jnp.exp(opened)[..., None, None] * start
+        o = jnp.einsum("bgk,bgrkv->bgrv", q, read, precision=PRECISION)
         rolled = jnp.exp(opened if fade is None else fade * opened)[..., None, None] * start
         closes = closes[:, None, None]
         state = jnp.where(closes[..., None, None], rolled + keep[..., None, None] * (state - rolled), state)

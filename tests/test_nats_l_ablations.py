@@ -1,0 +1,118 @@
+"""The published ablations of NAtS-L: its operators without what a token's own chunk holds against the float64 oracle,
+values and every gradient, and the mixer with each of them against its formulas, in pieces, and in its recipes."""
+
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from efla_jax import ops
+from tests.oracle import TOLERANCE, assert_close, block_sparse_and_gradients, routed_and_gradients
+from tests.test_routed import ATTENTION, BEGINNING, IDS, NAMES, POSITION, QUICKLY, SIZE, TIME, attention_case, case
+
+# Documents of 20, 62 and 9, 77 tokens between padding: over one selected chunk alone a mask has no gradient.
+LONG = np.stack([np.repeat([1, 0, 2, 0], [20, 3, 62, 8]), np.repeat([0, 3, 0, 4], [2, 9, 5, 77])]).astype(np.int32)
+EITHER = pytest.mark.parametrize("ids", [None, IDS], ids=["every", "packed"])
+
+
+@EITHER
+@pytest.mark.parametrize("position", [BEGINNING, POSITION], ids=["beginning", "position"])
+@pytest.mark.parametrize("implementation", ["recurrent", "chunked"])
+def test_delta_rule_of_the_chunks_before_equals_the_oracle(implementation, position, ids):
+    """IDS have runs of short documents, which share cells and lie across their borders."""
+    start = np.asarray(position, np.int32)
+
+    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    def run(arguments, cotangents):
+        def op(q, k, u, erase, decay, keep, fade, state, begun, opened):
+            initial = ops.RoutedState(state, begun, opened, jnp.asarray(start)) if any(position) else None
+            o, after = ops.chunk_start_delta_rule(
+                q, k, u, erase, decay, jnp.stack([keep, fade], -1), initial_state=initial,
+                segment_ids=None if ids is None else jnp.asarray(ids), chunk_size=SIZE, implementation=implementation,
+            )  # fmt: skip
+            return o, *after[:3]
+
+        out, pull = jax.vjp(op, *arguments)
+        return out, pull(cotangents)
+
+    for name, kept, fade in (("random", "random", 1.0), ("mixed decay", "real", 0.0), ("forget", "all", 1.0)):
+        arguments, cotangents = case(name, kept, fade)
+        out, slopes = run(arguments, cotangents)
+        if not any(position):
+            arguments = (*arguments[:7], *(0 * x for x in arguments[7:]))
+        wanted, truth = routed_and_gradients(arguments, ids, start, SIZE, cotangents, own=0)
+        last = 10 if any(position) else 6
+        ours, theirs = ((*x[:6], *x[7:last]) for x in (slopes, truth))  # fade has no gradient
+        assert_close((*out, *ours), (*wanted, *theirs), NAMES[: 4 + len(theirs)], TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("ids", [None, LONG], ids=["every", "packed"])
+def test_attention_to_the_chunks_before_equals_the_oracle(ids, monkeypatch):
+    """Tiles of two cells, so that chunks before lie in the tile, in the list, and nowhere."""
+    for name, slots in (("QUERIES", 32), ("KEYS", 32)):
+        monkeypatch.setattr(sys.modules["efla_jax.ops.block_sparse_attention"], name, slots)
+    segment_ids = None if ids is None else jnp.asarray(ids)
+
+    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    def run(arguments, cotangent):
+        def op(*a):
+            return ops.block_sparse_attention(*a, segment_ids=segment_ids, chunk_size=SIZE, own_chunk=False)[0]
+
+        o, pull = jax.vjp(op, *arguments)
+        return o, *pull(cotangent)
+
+    for chosen in ("all", "none", "alternating", "single", "random"):
+        arguments, cotangent = attention_case(chosen)
+        got = run(arguments, cotangent)
+        (o,), slopes = block_sparse_and_gradients(arguments, ids, SIZE, (cotangent,), own=0)
+        slopes = *slopes[:3], slopes[3] * np.asarray(arguments[3])
+        if chosen == "none":
+            assert not any(np.any(x) for x in (*got, o, *slopes))
+            continue
+        count = 5
+        if chosen == "single":  # a softmax over one chunk does not change with that chunk's mask
+            count = 4
+            np.testing.assert_allclose(got[4], np.zeros_like(got[4]), atol=1e-4)  # of some 500 terms of about 1
+        assert_close(got[:count], (o, *slopes)[:count], ATTENTION[:count], TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("op", ["attention", "delta rule"])
+def test_of_the_chunks_before_any_pieces_give_the_whole(op):
+    """Pieces that end before, at and behind borders, then tokens one by one; values and gradients across the calls."""
+    if op == "attention":
+        (*arguments, choice), cotangent = attention_case()
+        call = functools.partial(ops.block_sparse_attention, own_chunk=False)
+        state = ops.init_selected_kv(2, 10, SIZE, 3, 2, 8, 5)
+    else:
+        (*arguments, choice, _, _, _, _), (cotangent, *_) = case()
+        call, state = ops.chunk_start_delta_rule, None
+
+    def pieces(lengths, state, arguments, choice):
+        outputs, start = [], 0
+        for length in lengths:
+            end, first = start + length, start // SIZE
+            mine = choice[:, np.minimum(first + np.arange(-(-length // SIZE)), choice.shape[1] - 1)]
+            some = (x[:, start:end] for x in arguments)
+            o, state = call(*some, mine, initial_state=state, chunk_size=SIZE)
+            outputs, start = [*outputs, o], end
+        return jnp.concatenate(outputs, 1)
+
+    def everything(lengths, state):
+        o, pull = jax.vjp(functools.partial(pieces, lengths, state), arguments, choice)
+        return o, *jax.tree.leaves(pull(cotangent))
+
+    both = ((TIME,), None), ((17, 14, *(1,) * 3, TIME - 34), state)
+    whole, split = (jax.jit(functools.partial(everything, *x), compiler_options=QUICKLY)() for x in both)
+    assert_close(split, whole, [str(i) for i in range(len(whole))], TOLERANCE["float32"])
+
+
+def test_what_ablations_have_not_says_so():
+    (q, k, v, selected), _ = attention_case()
+    with pytest.raises(ValueError, match="counterfactual: True without own_chunk"):
+        ops.block_sparse_attention(q, k, v, selected, chunk_size=SIZE, counterfactual=True, own_chunk=False)
+    (*arguments, _, _, _, _), _ = case()
+    with pytest.raises(NotImplementedError, match="chunk_start_delta_rule: .*kernel"):
+        ops.chunk_start_delta_rule(*arguments, chunk_size=SIZE, implementation="pallas")
