@@ -2,8 +2,11 @@
 
 Tuples and numbers only: lists and None cannot be overridden on a command line."""
 
+import difflib
+
 from ml_collections import ConfigDict
 
+MOST_NAMES = 24  # that a message can hold
 # Level weights that the paper of Adaptive Memory Decay compares.
 LEVELS = {
     "mamba2": {},
@@ -68,10 +71,20 @@ def base() -> ConfigDict:
 
 
 def check_mixer(arg: str, known: tuple[str, ...], file: str) -> str:
-    """The mixer named behind the colon of --config=FILE:MIXER, the first known one without it."""
-    if arg and arg not in known:
+    """What is named behind the colon of --config=FILE:NAME, the first known name without it. Raises ValueError for
+    another name, with all that are known where they are few, else the nearest; for "list" with all of them."""
+    if not arg or arg in known:
+        return arg or known[0]
+    if arg == "list":
+        raise ValueError(f"--config={file}: behind the colon one of {' '.join(known)}")
+    if len(known) <= MOST_NAMES:
         raise ValueError(f"--config={file}:{arg}: {arg!r} is not one of {known}.")
-    return arg or known[0]
+    near = difflib.get_close_matches(arg, known, 4, 0.5)
+    meant = f"Did you mean one of {', '.join(near)}?" if near else f"One of them is {known[0]}."
+    raise ValueError(
+        f"--config={file}:{arg}: {arg!r} is not one of the {len(known)} names there. {meant} The head of the file says"
+        f" what they are made of, --config={file}:list names all."
+    )
 
 
 def pretraining(mixer: str, options: dict, gated: dict, depth: int) -> ConfigDict:

@@ -30,7 +30,9 @@ A sweep of configs/paper_selective_copying.py, by length and kind of level weigh
     python -m experiments.report mad --runs=runs/mad --out=experiments/results/mad
     python -m experiments.report state_tracking --runs=runs/parity --out=experiments/results/parity
 
-Sweeps of configs/paper_mad.py and configs/parity.py: runs.csv, table.md and a picture.
+    python -m experiments.report stiffness --runs=runs/stiffness --out=experiments/results/stiffness
+
+Sweeps of configs/paper_mad.py, configs/parity.py and configs/stiffness.py: runs.csv, table.md and a picture.
 
     python -m experiments.report books --runs=runs/books --out=experiments/results/books
 
@@ -50,7 +52,15 @@ from absl import app, flags
 
 from efla_jax import evaluate, metrics
 from efla_jax.train import loop
-from experiments import books_report, copying_report, mad_report, mqar_report, recall_report, state_tracking_report
+from experiments import (
+    books_report,
+    copying_report,
+    mad_report,
+    mqar_report,
+    recall_report,
+    state_tracking_report,
+    stiffness_report,
+)
 from experiments.runs import restored
 from experiments.usage import run_in_one_line
 
@@ -283,6 +293,10 @@ def state_tracking() -> None:
     state_tracking_report.write(pathlib.Path(RUNS.value), pathlib.Path(OUT.value))
 
 
+def stiffness() -> None:
+    stiffness_report.write(pathlib.Path(RUNS.value), pathlib.Path(OUT.value))
+
+
 def books() -> None:
     books_report.write(pathlib.Path(RUNS.value), pathlib.Path(OUT.value))
 
@@ -296,6 +310,7 @@ COMMANDS = {
     "copying": (copying, (RUNS, OUT), (STEPS,)),
     "mad": (mad, (RUNS, OUT), (EPOCHS,)),
     "state_tracking": (state_tracking, (RUNS, OUT), ()),
+    "stiffness": (stiffness, (RUNS, OUT), ()),
     "level_weights": (level_weights, (CHECKPOINT, OUT), (DATA, SPLIT, BATCH, ROWS, TEXT, TOKENS, LAYERS, HEAD_LIST)),
 }
 

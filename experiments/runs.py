@@ -116,8 +116,8 @@ def ended_runs(folder: pathlib.Path, kind: str, cut: Callable[[dict], int] = lam
     return [found[name] for name in sorted(found)]
 
 
-def swept_runs(folder: pathlib.Path, kind: str) -> dict[str, Ended]:
-    """Those of a sweep's results.jsonl, which is enough without the folders of its runs; of a name the last row."""
+def swept_runs(folder: pathlib.Path, kind: str, status: str = "finished") -> dict[str, Ended]:
+    """Those of a sweep's results.jsonl that ended so, without the folders of its runs; of a name the last row."""
     file, found = folder / "results.jsonl", {}
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else ()
     for number, line in enumerate(lines, 1):
@@ -125,7 +125,7 @@ def swept_runs(folder: pathlib.Path, kind: str) -> dict[str, Ended]:
             row = json.loads(line)
         except ValueError as error:
             raise ValueError(f"{file}, line {number}: not JSON ({error}); remove the line.") from None
-        if row["config"]["data"]["kind"] == kind and row["status"] == "finished":
+        if row["config"]["data"]["kind"] == kind and row["status"] == status:
             scores = {f"test_{name}": value for name, value in row["scores"].items()}
             found[row["name"]] = Ended(row["name"], row["config"], [{"step": row["step"], **scores}], row["best"])
     return found

@@ -618,6 +618,8 @@ def no_type_checks():
         ("efla", {"num_heads": 0}, "num_heads: 0 heads"),
         ("efla", {"num_key_heads": 4}, "G=4 key heads, but G must divide H"),
         ("efla", {"step": "eulr"}, "step: 'eulr' is not one of .* Did you mean 'euler'"),
+        ("efla", {"key_scale": 0.0}, "key_scale: 0.0 times the keys"),
+        ("efla", {"key_scale": float("inf")}, "key_scale: inf times the keys"),
         ("efla", {"query_norm": "l1"}, "query_norm: 'l1' is not one of"),
         ("efla", {"activation": "silo"}, "activation: 'silo'.*Did you mean 'silu'"),
         ("efla", {"beta_activation": "tanh"}, "beta_activation: 'tanh'"),

@@ -100,6 +100,11 @@ class DeltaMixer(nn.Module):
         raise NotImplementedError("DeltaMixer is the common part; use one of layers.MIXERS.")
 
     @nn.nowrap
+    def raw_keys(self, k: jax.Array) -> jax.Array:
+        """The keys [B, T, G, K] whose step is taken, from what projection and convolution give."""
+        return k
+
+    @nn.nowrap
     def flow_step(self) -> str | None:
         """The step of `ops.delta_flow` that is `coefficients` and `recurrence` in one; None: there is none. Nothing
         comes of it in a class that has either of its own and does not say this again."""
@@ -130,7 +135,7 @@ class DeltaMixer(nn.Module):
         q, q_inputs = heads(self, "q", x, (key_heads, key_dim), segment_ids, inputs[0:1])
         k, k_inputs = heads(self, "k", x, (key_heads, key_dim), segment_ids, inputs[1:2])
         v, v_inputs = heads(self, "v", x, (value_heads, value_dim), segment_ids, inputs[2:3])
-        step = self.taken_step()
+        k, step = self.raw_keys(k), self.taken_step()
         if self.query_norm == "l2":
             q = l2_normalize(q if step is None else jax.lax.optimization_barrier(q))
         beta, raw_decay = self.beta(x), self.log_decay(x)
