@@ -247,7 +247,7 @@ def rms_norm(x, scale):
     return x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
 
 
-def reference(p, x, counterfactual):
+def reference(p, x, counterfactual=False, skipped_decay=True, own_chunk="both", merge="queries", output_norm=True):
     """The layer from its formulas, with masks that are real numbers in the oracle's dense and sequential forms."""
     batch, time, _ = x.shape
     count = 2 * HEADS
@@ -275,22 +275,28 @@ def reference(p, x, counterfactual):
     state, none = jnp.zeros((batch, HEADS, 8, 16)), jnp.zeros((batch, HEADS))
     linear, *_ = oracle.routed(
         unit_q, unit_k, beta[..., None] * split(v, HEADS), beta, log_decay, choice[..., 1],
-        jnp.ones_like(choice[..., 1]),
-        state, state, none, jnp.asarray(ids), jnp.zeros(batch, jnp.int32), SIZE,
+        jnp.full_like(choice[..., 1], skipped_decay),
+        state, state, none, jnp.asarray(ids), jnp.zeros(batch, jnp.int32), SIZE, own_chunk != "softmax",
     )  # fmt: skip
     a, b = (rms_norm(split(y, count), p[f"{n}_norm"]["scale"]) for y, n in ((q, "q"), (k, "k")))
     where = map(jnp.asarray, oracle.document_chunks(ids, SIZE))
-    (attention,) = oracle.block_sparse(a / 2, b, split(v, count), choice[..., 0], *where)  # 4^-1/2
-    mix = jax.nn.softmax(split(q @ p["mix_proj"]["kernel"], count), axis=-1)
-    y = mix[..., :1] * rms_norm(split(linear, count), p["linear_norm"]["scale"])
-    y += mix[..., 1:] * rms_norm(attention, p["softmax_norm"]["scale"])
+    (attention,) = oracle.block_sparse(  # 4^-1/2
+        a / 2, b, split(v, count), choice[..., 0], *where, float(own_chunk != "linear")
+    )
+    linear, mix = split(linear, count), jnp.ones(2)
+    if merge != "none":
+        source = {"queries": q, "inputs": x}[merge]
+        mix = jax.nn.softmax(split(source @ p["mix_proj"]["kernel"], count), axis=-1)
+    if output_norm:
+        linear, attention = rms_norm(linear, p["linear_norm"]["scale"]), rms_norm(attention, p["softmax_norm"]["scale"])
+    else:
+        linear *= 8**-0.5
+    y = mix[..., :1] * linear + mix[..., 1:] * attention
     return (y.reshape(batch, time, -1) * jax.nn.silu(x @ p["g_proj"]["kernel"])) @ p["o_proj"]["kernel"]
 
 
-@pytest.mark.parametrize("counterfactual", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_outputs_and_every_gradient_are_those_of_real_valued_masks(counterfactual):
-    """The router's too, which the choice hides from the outputs."""
-    mixer, params, x, weight = make(counterfactual=counterfactual), parameters()["params"], inputs(), inputs(seed=3)
+def check_every_gradient(**options):
+    mixer, params, x, weight = make(**options), parameters(**options)["params"], inputs(), inputs(seed=3)
 
     def slopes(run, *arguments):
         def total(params, x, weight):
@@ -305,11 +311,17 @@ def test_outputs_and_every_gradient_are_those_of_real_valued_masks(counterfactua
     y, (by_params, by_x) = slopes(lambda p, x: mixer.apply({"params": p}, x)[0], params, x, weight)
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64)), (params, x, weight))
-        truth, (true_params, true_x) = slopes(lambda p, x: reference(p, x, counterfactual), *wide)
+        truth, (true_params, true_x) = slopes(lambda p, x: reference(p, x, **options), *wide)
     assert relative_rms(y, truth) <= CLOSE and relative_rms(by_x, true_x) <= 5 * CLOSE
     for (path, ours), theirs in zip(jax.tree.leaves_with_path(by_params), jax.tree.leaves(true_params), strict=True):
         assert relative_rms(ours, theirs) <= 5 * CLOSE, jax.tree_util.keystr(path)
     assert np.abs(by_params["router"]["route_proj"]["kernel"]).max() > 1e-3
+
+
+@pytest.mark.parametrize("counterfactual", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_outputs_and_every_gradient_are_those_of_real_valued_masks(counterfactual):
+    """The router's too, which the choice hides from the outputs."""
+    check_every_gradient(counterfactual=counterfactual)
 
 
 def test_fewer_routes_decide_for_several_heads_and_skipped_decay_is_a_choice():

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from efla_jax import ops
-from tests.oracle import TOLERANCE, assert_close, block_sparse_and_gradients, routed_and_gradients
+from tests.oracle import TOLERANCE, assert_close, block_sparse_and_gradients, relative_rms, routed_and_gradients
+from tests.test_nats_l import CLOSE, check_every_gradient, inputs, make, parameters
 from tests.test_routed import ATTENTION, BEGINNING, IDS, NAMES, POSITION, QUICKLY, SIZE, TIME, attention_case, case
 
 # Documents of 20, 62 and 9, 77 tokens between padding: over one selected chunk alone a mask has no gradient.
@@ -116,3 +117,50 @@ def test_what_ablations_have_not_says_so():
     (*arguments, _, _, _, _), _ = case()
     with pytest.raises(NotImplementedError, match="chunk_start_delta_rule: .*kernel"):
         ops.chunk_start_delta_rule(*arguments, chunk_size=SIZE, implementation="pallas")
+
+
+# The six of the published table, three in each: an error in any one shows.
+ABLATIONS = (
+    {"own_chunk": "softmax", "skipped_decay": False, "merge": "inputs"},
+    {"own_chunk": "linear", "output_norm": False, "merge": "none"},
+)
+
+
+@pytest.mark.parametrize("options", ABLATIONS, ids=["softmax", "linear"])
+def test_outputs_and_every_gradient_of_the_mixer_are_those_of_its_formulas(options):
+    check_every_gradient(**options)
+
+
+@pytest.mark.parametrize("options", ABLATIONS, ids=["softmax", "linear"])
+def test_reading_and_writing_in_pieces_is_one_pass(options):
+    """Rows whose prompts end a token before a border, on it and behind it; then a piece over a border, then tokens."""
+    mixer, params, lengths, more = make(**options, max_length=60), parameters(**options), np.array([15, 16, 17]), 30
+    x = jnp.concatenate([inputs(), inputs(seed=5)[:1]])
+    real = jnp.asarray(np.arange(17) < lengths[:, None], jnp.int32)
+    rest = jnp.stack([row[n : n + more] for row, n in zip(x, lengths, strict=True)])
+
+    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    def run(params, x, rest):
+        def step(cache, token):
+            y, cache = mixer.apply(params, token[:, None], None, cache)
+            return cache, y[:, 0]
+
+        y, cache = mixer.apply(params, x[:, :17], real)
+        piece, cache = mixer.apply(params, rest[:, :20], None, cache)
+        _, tokens = jax.lax.scan(step, cache, jnp.moveaxis(rest[:, 20:], 1, 0))
+        return mixer.apply(params, x)[0], y, jnp.concatenate([piece, jnp.moveaxis(tokens, 0, 1)], axis=1)
+
+    whole, y, later = run(params, x, rest)
+    for row, n in enumerate(lengths):
+        assert relative_rms(y[row, :n], whole[row, :n]) <= CLOSE
+        assert relative_rms(later[row], whole[row, n : n + more]) <= CLOSE
+
+
+def test_fields_that_do_not_fit_are_errors():
+    for options, message in (
+        ({"own_chunk": "none"}, "own_chunk: 'none' is not one of"),
+        ({"merge": "query"}, "merge: 'query' .* Did you mean 'queries'"),
+        ({"own_chunk": "linear", "counterfactual": True}, "counterfactual: True with own_chunk='linear'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(**options)

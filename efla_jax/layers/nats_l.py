@@ -19,6 +19,7 @@ from efla_jax.ops import (
     SelectedKV,
     apply_rope,
     block_sparse_attention,
+    chunk_start_delta_rule,
     exact_flow,
     grow_selected_kv,
     init_routed_state,
@@ -53,7 +54,7 @@ class NATSL(GatedDeltaNet):
 
     q, k, v with their convolutions serve both; norms and weights are per attention head, those of one head of the delta
     rule side by side in its channels. The delta rule's queries are not scaled by K^-1/2, as in `GatedDeltaNet`: the
-    norm takes a factor out. Without output_norm its output is. Choices are those of `Router`. Fields of
+    norm takes a factor out; without output_norm the output is scaled. Choices are those of `Router`. Fields of
     `GatedDeltaNet`, except that num_key_heads is num_heads, and
 
     num_attention_heads    A, a multiple of num_heads; None: 2 num_heads
@@ -63,6 +64,8 @@ class NATSL(GatedDeltaNet):
     rope_base              of rotary positions in attention; 0: none
     qk_norm                RMSNorm with weights of attention's queries and keys
     skipped_decay          the state also decays over chunks that chose softmax
+    own_chunk              what shows a token its own chunk: "both"; "softmax" or "linear": one, the other shows earlier
+                           chunks only (without GPU kernels)
     merge                  what w is made from: "queries"; "inputs", w = softmax(mix_proj x); "none", both w are 1
     counterfactual         routing gradient of what a chunk did not choose, too (costs all scores in the backward pass;
                            from tokens of later calls there is none, as a cache holds chosen chunks only)
@@ -79,6 +82,7 @@ class NATSL(GatedDeltaNet):
     rope_base: float = 0.0
     qk_norm: bool = True
     skipped_decay: bool = True
+    own_chunk: str = "both"
     merge: str = "queries"
     counterfactual: bool = False
     gumbel: bool = False
@@ -87,6 +91,12 @@ class NATSL(GatedDeltaNet):
 
     def __post_init__(self):
         check_choice("step", self.step, ("gated_delta_net", "efla"))
+        check_choice("own_chunk", self.own_chunk, ("both", "softmax", "linear"))
+        if self.own_chunk == "linear" and self.counterfactual:
+            raise ValueError(
+                "counterfactual: True with own_chunk='linear', but where attention sees no chunk a choice not made has"
+                " no gradient. Leave one of them as it is by default."
+            )
         check_choice("merge", self.merge, ("queries", "inputs", "none"))
         check_least("max_length", self.max_length, 1)
         if not 0 < self.softmax_room <= 1:
@@ -163,7 +173,7 @@ class NATSL(GatedDeltaNet):
         The router's matrix is used once a chunk."""
         _, num_heads, key_dim, value_dim = self.sizes()
         size = self.chunk_size
-        keys = min(length, size) / 2 + max(0, length - size) / 4
+        keys = (self.own_chunk != "linear") * min(length, size) / 2 + max(0, length - size) / 4
         router = 4.0 * self.width * self.routes() * (1 / size - 1)
         return num_heads * (6.0 * key_dim * value_dim + 2.0 * (key_dim + value_dim) * keys) + router
 
@@ -183,7 +193,8 @@ class NATSL(GatedDeltaNet):
         if not self.skipped_decay:
             keep = jnp.stack([keep, jnp.zeros_like(keep)], axis=-1)
         q = l2_normalize(q) if self.query_norm == "l2" else q
-        return routed_delta_rule(
+        op = chunk_start_delta_rule if self.own_chunk == "softmax" else routed_delta_rule
+        return op(
             q, unit_k, u, erase, log_decay, keep,
             initial_state=state, segment_ids=segment_ids,
             chunk_size=self.chunk_size, implementation=self.implementation,
@@ -203,6 +214,7 @@ class NATSL(GatedDeltaNet):
         o, after = block_sparse_attention(
             q * key_dim**-0.5, k, v.reshape(batch, time, count, value_dim), choice, initial_state=kv,
             segment_ids=segment_ids, chunk_size=self.chunk_size, counterfactual=self.counterfactual,
+            own_chunk=self.own_chunk != "linear",
         )  # fmt: skip
         if kv is None:  # what came back has room for these tokens alone
             total = self.max_length if time < self.max_length else time + self.max_length
