@@ -40,6 +40,7 @@ OPTIONS = {
     "log_linear_gated_delta_net": {"num_heads": 4, **LEVELS},
     "log_linear_efla": {"num_heads": 4, **LEVELS},
     "nats_l": {"num_heads": 4, "chunk_size": 16},
+    "gated_conv": {"num_heads": 1, "conv_width": 3},
     "attention": {"num_heads": 16},
 }
 EXAMPLES = {"examples": (6400, 3200, 1600, 800)}

@@ -36,6 +36,7 @@ MIXERS = {
     "log_linear_gated_delta_net": {"num_heads": 2, "levels": 13},
     "log_linear_efla": {"num_heads": 2, "levels": 13},
     "nats_l": {"num_heads": 2, "chunk_size": 64},
+    "gated_conv": {"num_heads": 1, "conv_width": 3},
     "attention": {"num_heads": 2},
 }
 LENGTHS = {"decay_256": 256, "decay_512": 512, "decay_1024": 1024}

@@ -52,7 +52,7 @@ REFUSED = {
     ),
     "no such argument of many": (
         ["experiments.train", "--config=configs/paper_mqar.py:log_linear-elfa-32", "--workdir=x"],
-        "'log_linear-elfa-32' is not one of the 250 names there. Did you mean one of log_linear-efla-32",
+        "'log_linear-elfa-32' is not one of the 275 names there. Did you mean one of log_linear-efla-32",
     ),
     "no such implementation": (["experiments.benchmark", "--implementations=chunky"], "'chunky' is not one of"),
     "flat beside itself": (["experiments.benchmark", "--implementations=flat"], "'flat' is delta_rule itself"),

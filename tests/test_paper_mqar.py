@@ -28,7 +28,7 @@ def count(params):
 @pytest.mark.parametrize("figure", paper_mqar.FIGURES)
 def test_every_setting_of_a_figure_is_a_model(figure):
     arguments = paper_mqar.settings(figure)
-    assert {argument.split("-")[1] for argument in arguments} == set(MIXERS) - {"gated_conv"}
+    assert {argument.split("-")[1] for argument in arguments} == set(MIXERS)
     for argument in arguments[:: len(paper_mqar.WIDTHS[figure.split("_")[0]])]:
         config, dataset, params = built(argument)
         assert config["train"]["steps"] % dataset.steps_per_epoch == 0
@@ -77,7 +77,7 @@ def test_parameters_by_hand():
 
 def test_the_sweep_is_the_log_linear_figure():
     own = paper_mqar.get_sweep()
-    assert len(own["arguments"]) == 30 and own["grid"] == {
+    assert len(own["arguments"]) == 33 and own["grid"] == {
         "optim.learning_rate": paper_mqar.RATES["log"], "seed": (0, 1, 2),
     }  # fmt: skip
     assert len(sweep.crossed({name: list(map(str, values)) for name, values in own["grid"].items()})) == 12

@@ -53,7 +53,7 @@ def test_published_sizes():
 
 
 def test_every_setting_is_a_model():
-    assert set(recipe.MIXERS) == set(MIXERS) - {"gated_conv"}
+    assert set(recipe.MIXERS) == set(MIXERS)
     for arg in recipe.ARGUMENTS:
         config = train.plain(recipe.get_config(arg))
         settings.check_train(config["train"])
