@@ -22,6 +22,8 @@ from efla_jax.kernels.delta_rule_reverse import ReverseConfig  # noqa: E402
 from efla_jax.ops import pallas  # noqa: E402
 from efla_jax.ops.arguments import Recurrence, recurrence  # noqa: E402
 from efla_jax.ops.chunked import chunked  # noqa: E402
+from efla_jax.ops.sharded import cotangent_over, part, sharded, state_over  # noqa: E402
+from efla_jax.sharding import make_mesh  # noqa: E402
 from tests.cases import recurrence_case  # noqa: E402
 from tests.oracle import recurrence_and_gradients, relative_rms  # noqa: E402
 
@@ -94,3 +96,49 @@ def test_parts_in_parts(monkeypatch):
     sizes = kernel.mosaic.Sizes(1, 128, 1, 2, 64, 64, 2)
     assert kernel.layout_of(config, sizes, True)[1] == 2
     check("random", documents_at(100), config)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="a mesh of two devices")
+def test_what_is_handed_round_on_a_mesh():
+    """S' = M S + Z of each device's part, as an operator whose gradient hands cotangents round itself: every one is
+    that of autodiff on one device, the final state's and that of the state all begin with, too."""
+    count = jax.device_count() if jax.device_count() in (2, 4, 8) else 2
+    rng = np.random.default_rng(0)
+    shapes = (2, count, 3, 4, 4), (2, count, 3, 4, 5), (2, 3, 4, 5)
+    arrays = tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+    cotangents = tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes[1:])
+
+    def whole(m, z, state):
+        before = []
+        for i in range(count):
+            before.append(state)
+            state = jnp.einsum("bhij,bhjv->bhiv", m[:, i], state) + z[:, i]
+        return jnp.stack(before, axis=1), state
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def local(context, m, z, state):
+        return forward(context, m, z, state)[0]
+
+    def forward(context, m, z, state):
+        before, final = state_over(context, state, z[:, 0], m[:, 0])
+        return (before[:, None], final), (m, before)
+
+    def backward(context, saved, cotangents):
+        (m, before), (d_before, d_final) = saved, cotangents
+        added = d_before[:, 0].swapaxes(2, 3)
+        behind = cotangent_over(context, d_final.swapaxes(2, 3), added, m[:, 0])
+        front = jnp.where(part(context) == 0, jnp.einsum("bhvi,bhij->bhvj", behind, m[:, 0]) + added, 0.0)
+        d_m = jnp.einsum("bhvi,bhjv->bhij", behind, before)
+        return d_m[:, None], behind.swapaxes(2, 3)[:, None], front.swapaxes(2, 3)
+
+    local.defvjp(forward, backward)
+
+    def on_mesh(*arrays):
+        out, pull = jax.vjp(lambda *a: sharded(local, a, ("BTHIJ", "BTHIV", "BHIV"), ("BTHIV", "BHIV")), *arrays)
+        return *out, *pull(cotangents)
+
+    with jax.set_mesh(make_mesh(data=1, context=count, devices=jax.devices()[:count])):
+        ours = jax.jit(on_mesh)(*arrays)
+    out, pull = jax.vjp(whole, *arrays)
+    for value, reference in zip(ours, (*out, *pull(cotangents)), strict=True):
+        np.testing.assert_allclose(value, reference, rtol=1e-4, atol=1e-4)  # sums of up to 4^8 terms in another order
