@@ -298,7 +298,7 @@ def reference(p, x, counterfactual=False, skipped_decay=True, own_chunk="both", 
 def check_every_gradient(**options):
     mixer, params, x, weight = make(**options), parameters(**options)["params"], inputs(seed=3), inputs()
     # As they begin, next to nothing is left behind a chunk. Of these inputs some heads keep a chunk, pass the next over
-    # and keep one again: what a chunk passed over does to a state that holds one alone is a factor, which norms take out.
+    # and keep one again: a chunk passed over scales a state that holds but one, and norms take that out.
     params = {**params, "A_log": params["A_log"] - 4.0}
 
     def slopes(run, *arguments):

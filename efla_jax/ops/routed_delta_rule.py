@@ -101,11 +101,12 @@ def _solved(
     name: str, table: Table, implementation: str, arguments, initial_state, segment_ids, chunk_size: int
 ) -> tuple[Values, RoutedState]:
     check_chunk_size(chunk_size)
-    for gate, array in zip(("erase", "log_decay", "keep"), arguments[3:], strict=True):
+    q, k, u, erase, log_decay, keep = arguments
+    for gate, array in (("erase", erase), ("log_decay", log_decay), ("keep", keep)):
         if array is None:
             raise ValueError(f"{gate}: None, but the routed delta rule needs it; pass an array.")
-    r = routed(*arguments, initial_state, segment_ids, chunk_size)
-    auto = automatic(r.x.k.shape[1])
+    r = routed(q, k, u, erase, log_decay, keep, initial_state, segment_ids, chunk_size)
+    auto = automatic(k.shape[1])
 
     def run(r):
         return dispatch(name, implementation, table, auto, (r, chunk_size))
