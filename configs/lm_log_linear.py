@@ -6,8 +6,9 @@ level weights (arXiv 2605.06946).
 
 SHARDS is a folder that experiments/prepare_data.py wrote with a tokenizer of 32,000 entries. The batch is cut for 8
 large GPUs: one row of 16,384 tokens a device and microbatch; on one GPU --config.train.accumulate=32. 95,368 steps of
-524,288 tokens are 50B tokens: by count 2.9e20 FLOP for log-linear Gated DeltaNet, a day on 8 H100 at 40 % of their
-peak. Not run here.
+524,288 tokens are 50B tokens. Not run here and not timed: in the table GFLOP are those of training a token by count
+(`efla_jax.flops`), hours those of an H200 for all of it at 29 % of the 989 TFLOP/s of its data sheet, which flat Gated
+DeltaNet of 380M reaches in rows of 4096. That fraction is a guess for levels, whose work is less of dense products.
 
 Published: Long-Data-Collections, AdamW with peak rate 3e-4, cosine to a tenth, clip 1, eps 1e-15, 1024 steps of
 warm-up, seed 42; 21 layers of width 1536 with SwiGLU, normal(0.006), untied head; 48 heads of 64 with state 128 in
@@ -22,20 +23,21 @@ Other level weights: --config.model.mixer_options.MIXER.level_kind=mlp_softplus,
 Published scores, one seed each; perplexity on WikiText and LAMBADA, mean zero-shot accuracy in per cent. The one size
 published to five digits, 795.69M, is ours.
 
-| mixer | parameters here | published | WikiText | LAMBADA | accuracy |
-| --- | --- | --- | --- | --- | --- |
-| log_linear_mamba2 | 825,465,312 | | 22.11 | 21.86 | 44.9 |
-| log_linear_gated_delta_net | 795,690,462 | 795.69M | 21.45 | 18.09 | 45.5 |
-| log_linear_efla | 795,496,674 | | | | |
-| mamba2 | 802,225,872 | | 22.44 | 24.14 | 44.8 |
-| gated_delta_net | 792,785,532 | 793M | 21.73 | 19.71 | 45.0 |
-| efla | 792,591,744 | | | | |
-| attention | 692,912,640 | 693M | 21.56 | 22.14 | 44.0 |
+| mixer | parameters here | GFLOP | hours | published | WikiText | LAMBADA | accuracy |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+| log_linear_mamba2 | 825,465,312 | 5.10 | 247 | | 22.11 | 21.86 | 44.9 |
+| log_linear_gated_delta_net | 795,690,462 | 5.76 | 279 | 795.69M | 21.45 | 18.09 | 45.5 |
+| log_linear_efla | 795,496,674 | 5.76 | 279 | | | | |
+| mamba2 | 802,225,872 | 4.62 | 223 | | 22.44 | 24.14 | 44.8 |
+| gated_delta_net | 792,785,532 | 4.63 | 224 | 793M | 21.73 | 19.71 | 45.0 |
+| efla | 792,591,744 | 4.63 | 224 | | | | |
+| attention | 692,912,640 | 7.03 | 340 | 693M | 21.56 | 22.14 | 44.0 |
 
 With :adaptive the language model of the paper on adaptive memory decay: log-linear Mamba-2, 6 layers of width 512 with
 expand 1 and 8 heads of 64 (width 256: --config.model.width=256 and 4 heads), MLP weights, GPT-2's tokenizer, 512
 tokens, 40,000 steps of 8 rows, rate 3e-4 after 500 steps, weight decay 0.1. Its SwiGLU costs what their MLP of twice
-the width does. Their perplexities of about 220 on WikiText-103 are of the token after the next, so not comparable.
+the width does: 0.24 GFLOP a token, 4.0e16 FLOP in all, which the launches of so small a step and not its count set the
+time of. Their perplexities of about 220 on WikiText-103 are of the token after the next, so not comparable.
 """
 
 from configs.common import check_mixer, pretraining

@@ -5,7 +5,7 @@
 
 SHARDS is a folder that experiments/prepare_data.py wrote with a tokenizer of 32,000 entries. 21 layers, context 4096,
 0.52M tokens a step; the batch is cut for 4 large GPUs. Behind the name the size: nats_l_hybrid_760m is the larger one.
-28,611 steps are 15B tokens. Not run here.
+28,611 steps are 15B tokens. Not run to its end here.
 
 | model | layers 3, 7, 11, 15, 19, 20 | others | parameters, 340m | 760m |
 | --- | --- | --- | --- | --- |
@@ -14,6 +14,18 @@ SHARDS is a folder that experiments/prepare_data.py wrote with a tokenizer of 32
 | gdn_hybrid | attention, no positions | gated_delta_net | 367,156,916 | 764,251,188 |
 | gdn_hybrid_rope | attention, rotary positions | gated_delta_net | 367,156,916 | 764,251,188 |
 | gdn | gated_delta_net | the same | 379,888,124 | 792,785,532 |
+
+What it costs: GFLOP of training a token by count (`efla_jax.flops`), and hours of one H200 for all of it at the part of
+the 989 TFLOP/s of its data sheet that a step of 8 x 4096 tokens reached (experiments/results, nats_l_latency): 24 % of
+nats_l_hybrid, 106,057 tokens/s, taken for nats_l too; 29 % of gdn, 131,301 tokens/s, for those without routing.
+
+| model | GFLOP, 340m | hours | GFLOP, 760m | hours |
+| --- | --- | --- | --- | --- |
+| nats_l_hybrid | 2.24 | 39 | 4.76 | 84 |
+| nats_l | 2.46 | 43 | 5.09 | 89 |
+| gdn_hybrid | 2.21 | 32 | 4.64 | 67 |
+| gdn_hybrid_rope | 2.21 | 32 | 4.64 | 67 |
+| gdn | 2.16 | 31 | 4.63 | 67 |
 
 Published: AdamW with peak rate 3e-4, cosine to a tenth, 1024 steps of warm-up, clip 1, eps 1e-15. gdn_hybrid beside
 every result: the published hybrid has no positions and its baselines rotate, so that only it tells what routing gains.

@@ -1,6 +1,8 @@
-"""The papers' recipes: parameters counted by hand, published settings, and training steps traced."""
+"""The papers' recipes: parameters counted by hand, published settings, costs, and training steps traced."""
 
 import dataclasses
+import json
+import pathlib
 import types
 
 import jax
@@ -8,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from configs import lm_1b3, lm_340m, lm_books, lm_log_linear, lm_nats_l, quickstart
-from efla_jax import optim, sharding
+from efla_jax import flops, optim, sharding
 from efla_jax.layers import MIXERS
 from efla_jax.layers.level_weights import LevelOptions
 from efla_jax.train import settings
@@ -124,6 +126,76 @@ def test_a_training_step_traces_on_a_mesh(name, mixer):
         lambda leaf: (leaf.shape, leaf.dtype), state
     )
     assert report["loss"].shape == () and report["loss"].dtype == jnp.float32
+
+
+RESULTS = pathlib.Path(__file__).parent.parent / "experiments" / "results"
+# By which measured step a recipe's hours are taken: file of RESULTS, label, tokens/s as the recipes print them.
+TIMED = {
+    "efla": ("lm_340m/throughput.jsonl", "efla, kernels, SiLU in the convolution's", 154410),
+    "gated_delta_net": ("nats_l_latency/training.jsonl", "gated_delta_net", 131301),
+    "attention": ("nats_l_latency/training.jsonl", "attention", 114419),
+    "nats_l_hybrid": (
+        "nats_l_latency/training.jsonl",
+        "gated_delta_net,gated_delta_net,gated_delta_net,nats_l",
+        106057,
+    ),
+}
+BY_SPEED = {"delta_net": "efla", "gated_efla": "gated_delta_net"}  # of lm_340m: the step as long as which theirs is
+PEAK = 989.4e12
+
+
+def cost(name: str, model: str, vocabulary: int = VOCABULARY) -> tuple[float, float]:
+    """(FLOP of training a token, tokens) of a recipe."""
+    config = plain_config(name, model)
+    built_model = settings.build_model(config, types.SimpleNamespace(kind="tokens", vocab_size=vocabulary))
+    data = config["data"]
+    per_token = flops.train_flops_per_token(built_model, data["window"])
+    return per_token, data["batch_size"] * data["window"] * config["train"]["steps"]
+
+
+def row_of(name: str, begin: str) -> list[str]:
+    (row,) = (line for line in MODULES[name].__doc__.splitlines() if line.startswith(f"| {begin} |"))
+    return [cell.strip() for cell in row.strip("|").split("|")]
+
+
+def test_speeds_that_costs_are_taken_by_were_measured():
+    """The last of a label counts; the parts of the peak that the recipes print are those of these steps."""
+    for file, label, printed in TIMED.values():
+        rows = [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]
+        assert round([row for row in rows if row["label"] == label][-1]["tokens_per_second"]) == printed
+    for model, mixer, percent in (("gdn", "gated_delta_net", 29), ("nats_l_hybrid", "nats_l_hybrid", 24)):
+        assert round(100 * TIMED[mixer][2] * cost("lm_nats_l", model)[0] / PEAK) == percent
+    printed = lm_340m.__doc__ + lm_nats_l.__doc__
+    assert all(f"{speed:,}" in printed for *_, speed in TIMED.values())
+
+
+@pytest.mark.parametrize("name, mixer", RECIPES)
+def test_every_recipe_has_the_cost_it_says(name, mixer):
+    """GFLOP of a token by count, checked at its leading term, six times the parameters but the embeddings; hours of an
+    H200 by measured speed or by 29 % of the peak."""
+    per_token, tokens = cost(name, mixer)
+    dense = 6 * (hand_count(name, mixer) - VOCABULARY * SIZES[name][1])
+    assert dense < per_token < (2.2 if mixer == "attention" else 1.4) * dense
+    speed = TIMED.get(BY_SPEED.get(mixer, mixer), (0, 0, 0))[2] if name == "lm_340m" else 0
+    hours = tokens / (speed or 0.29 * PEAK / per_token) / 3600
+    assert row_of(name, mixer)[2:4] == [f"{per_token / 1e9:.2f}", f"{hours:.0f}"]
+    assert speed or "29 %" in MODULES[name].__doc__
+
+
+@pytest.mark.parametrize("model", lm_nats_l.MODELS)
+def test_nats_l_has_the_cost_it_says(model):
+    cells = []
+    for size in lm_nats_l.SIZES:
+        per_token, tokens = cost("lm_nats_l", f"{model}_{size}")
+        part = 0.24 if model.startswith("nats_l") else 0.29
+        cells += [f"{per_token / 1e9:.2f}", f"{tokens * per_token / (part * PEAK) / 3600:.0f}"]
+    assert f"| {model} | {' | '.join(cells)} |" in lm_nats_l.__doc__
+
+
+def test_the_adaptive_model_has_the_cost_it_says():
+    per_token, tokens = cost("lm_log_linear", "adaptive", 50257)
+    text = lm_log_linear.__doc__.replace("\n", " ")
+    assert f"{per_token / 1e9:.2f} GFLOP a token, {per_token * tokens / 1e16:.1f}e16 FLOP in all" in text
 
 
 def test_a_few_counts_in_figures():
