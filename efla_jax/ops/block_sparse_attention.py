@@ -70,10 +70,8 @@ def block_sparse_attention(
 
     The gradient of selected is that of a real number that multiplies exp(q_t . k_s) for later chunks, of later calls
     too, float32; of entries that are 0 it is taken with `counterfactual` only (it costs all scores, and lacks later
-    calls, which nothing that was not selected reaches), and else is 0.
-
-    Without `own_chunk` a token sees the selected chunks before its own alone, and o is 0 where there are none: an
-    ablation, by XLA, not with `counterfactual` (what sees nothing has no such gradient).
+    calls, which nothing that was not selected reaches), and else is 0. Without `own_chunk` a token sees the selected
+    chunks before its own alone, and o is 0 where there are none: an ablation, by XLA and not with `counterfactual`.
 
     A `SelectedKV` goes on in any pieces, with the same chunk_size, R and G; without one the state returned has room for
     all that T tokens may select. A document that selects more than the room is a ValueError where that is known when
@@ -90,18 +88,13 @@ def block_sparse_attention(
     >>> o[0, jnp.array([15, 31, 47]), 0, 0].tolist(), state.pages.tolist()
     ([6.0, 4.5, 3.0], [1])
     """
+    options = checked(Options(chunk_size, implementation, counterfactual, own_chunk))
     check_arguments(q, k, v, selected, initial_state, segment_ids, chunk_size)
-    if counterfactual and not own_chunk:
-        raise ValueError(
-            "counterfactual: True without own_chunk, but where a query sees nothing an entry that is 0 has no gradient."
-            " Leave one of them as it is by default."
-        )
     kv = starting(k, v, selected, chunk_size) if initial_state is None else jax.tree.map(jnp.asarray, initial_state)
     if k.shape[1] == 0:
         check_implementation("block_sparse_attention", implementation, (*SOLVERS, "triton"))
         return jnp.zeros((*q.shape[:3], v.shape[-1]), v.dtype), kv
     selected = selected.astype(jnp.float32)
-    options = Options(chunk_size, implementation, counterfactual, own_chunk)
     if initial_state is None:
         return whole(options, q, k, v, selected, kv, segment_ids)
     lost = outgrown(kv, document_chunks(k.shape[0], k.shape[1], chunk_size, segment_ids, kv.position), selected)
@@ -140,6 +133,16 @@ class Options(NamedTuple):
     implementation: str
     counterfactual: bool
     own: bool
+
+
+def checked(options: Options) -> Options:
+    """The same. Raises ValueError for what do not go together."""
+    if options.counterfactual and not options.own:
+        raise ValueError(
+            "counterfactual: True without own_chunk, but where a query sees nothing an entry that is 0 has no gradient."
+            " Leave one of them as it is by default."
+        )
+    return options
 
 
 def starting(k, v, selected, size: int) -> SelectedKV:
