@@ -1,4 +1,5 @@
-"""Tables and pictures of finished runs. One command per kind of report; the first is meant where none is named.
+"""Tables and pictures of finished runs. One command per kind of report; the first is meant where none is named. Below
+every table stand the commands that made it and its runs, and the hours of the runs.
 
     python -m experiments.report corruption --runs=runs/smnist --out=experiments/results/smnist
 
@@ -45,6 +46,7 @@ import itertools
 import json
 import pathlib
 import statistics
+import sys
 
 import jax
 import numpy as np
@@ -58,10 +60,11 @@ from experiments import (
     mad_report,
     mqar_report,
     recall_report,
+    spent,
     state_tracking_report,
     stiffness_report,
 )
-from experiments.runs import restored
+from experiments.runs import recorded, restored
 from experiments.usage import run_in_one_line
 
 RUNS = flags.DEFINE_string("runs", None, "folder whose sub-folders are finished runs; all but level_weights")
@@ -332,6 +335,11 @@ def main(argv: list[str]) -> None:
                 raise app.UsageError(f"--{flag.name} is no flag of the report {name}")
     try:
         run()
+        out, line = pathlib.Path(OUT.value), spent.command_line("report", sys.argv[1:])
+        if name == "level_weights":
+            spent.append(out.with_suffix(".md"), line, recorded(pathlib.Path(CHECKPOINT.value), "checkpoint")[0])
+        else:
+            spent.append(out / "table.md", line, pathlib.Path(RUNS.value))
     except (ValueError, OSError) as error:
         raise app.UsageError(str(error)) from None
 

@@ -116,15 +116,22 @@ def ended_runs(folder: pathlib.Path, kind: str, cut: Callable[[dict], int] = lam
     return [found[name] for name in sorted(found)]
 
 
-def swept_runs(folder: pathlib.Path, kind: str, status: str = "finished") -> dict[str, Ended]:
-    """Those of a sweep's results.jsonl that ended so, without the folders of its runs; of a name the last row."""
-    file, found = folder / "results.jsonl", {}
+def swept_rows(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of a sweep's results.jsonl, none without it. Raises ValueError naming a damaged line."""
+    file, rows = folder / "results.jsonl", []
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else ()
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
+            rows.append(json.loads(line))
         except ValueError as error:
             raise ValueError(f"{file}, line {number}: not JSON ({error}); remove the line.") from None
+    return rows
+
+
+def swept_runs(folder: pathlib.Path, kind: str, status: str = "finished") -> dict[str, Ended]:
+    """Those of a sweep's results.jsonl that ended so, without the folders of its runs; of a name the last row."""
+    found = {}
+    for row in swept_rows(folder):
         if row["config"]["data"]["kind"] == kind and row["status"] == status:
             scores = {f"test_{name}": value for name, value in row["scores"].items()}
             found[row["name"]] = Ended(row["name"], row["config"], [{"step": row["step"], **scores}], row["best"])

@@ -17,10 +17,10 @@ under corruption. Where the best of a grid is all that is asked for, --first sav
 --together, once a run has reached train.stop_at, others of its program and seed are "outrun", which no report counts
 and a later sweep without --first trains.
 
-results.jsonl gets a row for every run that has ended: its status, scores, config and commit. Runs that have ended with
-the same command are not repeated, so a broken sweep is started again with the same line. With --minutes=N, for a GPU
-that is lent, programs that still train then are paused, and the same line goes on where they were. Exit status 1 if a
-run failed; what it said is in its folder's log.txt.
+results.jsonl gets a row for every run that has ended: its status, scores, config and commit; commands.txt has the lines
+that trained them, for reports. Runs that have ended with the same command are not repeated, so a broken sweep is
+started again with the same line. With --minutes=N, for a GPU that is lent, programs that still train then are paused,
+and the same line goes on where they were. Exit status 1 if a run failed; what it said is in its folder's log.txt.
 """
 
 import datetime
@@ -48,6 +48,7 @@ from tqdm import tqdm
 import efla_jax
 from efla_jax import metrics
 from efla_jax.train import plain, population
+from experiments import spent
 from experiments.result_files import commit
 from experiments.usage import run_in_one_line
 
@@ -244,6 +245,7 @@ def main(argv: list[str]) -> None:
     except ValueError as error:
         raise app.UsageError(str(error)) from None
     pathlib.Path(WORKDIR.value).mkdir(parents=True, exist_ok=True)
+    spent.note_command(pathlib.Path(WORKDIR.value), spent.command_line("sweep", sys.argv[1:]))
     failed = []
     style = "{l_bar}{bar}| [{elapsed}<{remaining}]"
     with (
