@@ -3,25 +3,35 @@ values and every gradient, and the mixer with each of them against its formulas,
 
 import functools
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from efla_jax import ops
+from configs import lm_nats_l
+from efla_jax import ops, sharding
+from efla_jax.train import settings
 from tests.oracle import TOLERANCE, assert_close, block_sparse_and_gradients, relative_rms, routed_and_gradients
-from tests.test_nats_l import CLOSE, check_every_gradient, inputs, make, parameters
+from tests.test_nats_l import CLOSE, check_every_gradient, hand_count, inputs, make, parameters
 from tests.test_routed import ATTENTION, BEGINNING, IDS, NAMES, POSITION, QUICKLY, SIZE, TIME, attention_case, case
 
 # Documents of 20, 62 and 9, 77 tokens between padding: over one selected chunk alone a mask has no gradient.
 LONG = np.stack([np.repeat([1, 0, 2, 0], [20, 3, 62, 8]), np.repeat([0, 3, 0, 4], [2, 9, 5, 77])]).astype(np.int32)
-EITHER = pytest.mark.parametrize("ids", [None, IDS], ids=["every", "packed"])
 
 
-@EITHER
-@pytest.mark.parametrize("position", [BEGINNING, POSITION], ids=["beginning", "position"])
-@pytest.mark.parametrize("implementation", ["recurrent", "chunked"])
+@pytest.mark.parametrize(
+    "implementation, position, ids",
+    [
+        ("recurrent", POSITION, IDS),
+        ("chunked", BEGINNING, None),
+        ("chunked", BEGINNING, IDS),
+        ("chunked", POSITION, None),
+        ("chunked", POSITION, IDS),
+    ],
+    ids=["recurrent", "every", "packed", "every from a position", "packed from a position"],
+)
 def test_delta_rule_of_the_chunks_before_equals_the_oracle(implementation, position, ids):
     """IDS have runs of short documents, which share cells and lie across their borders."""
     start = np.asarray(position, np.int32)
@@ -80,6 +90,7 @@ def test_attention_to_the_chunks_before_equals_the_oracle(ids, monkeypatch):
         assert_close(got[:count], (o, *slopes)[:count], ATTENTION[:count], TOLERANCE["float32"])
 
 
+@pytest.mark.slow  # the mixer does the same below, without gradients across the calls
 @pytest.mark.parametrize("op", ["attention", "delta rule"])
 def test_of_the_chunks_before_any_pieces_give_the_whole(op):
     """Pieces that end before, at and behind borders, then tokens one by one; values and gradients across the calls."""
@@ -164,3 +175,45 @@ def test_fields_that_do_not_fit_are_errors():
     ):
         with pytest.raises(ValueError, match=message):
             make(**options)
+
+
+# Parameters of a nats_l layer beside the published one's: two norms, the merge's matrix, and that from inputs.
+MORE = {"no_output_norm": -2 * 128, "no_merge_weights": -768 * 2 * 12, "merge_from_inputs": (1024 - 768) * 2 * 12}
+
+
+@pytest.mark.parametrize("name", lm_nats_l.ABLATIONS)
+def test_each_ablation_has_a_recipe(name):
+    """Its one option, and the parameters it says."""
+    config = settings.plain(lm_nats_l.get_config(f"nats_l_hybrid_{name}"))
+    hybrid = settings.plain(lm_nats_l.get_config("nats_l_hybrid"))
+    options, published = (c["model"]["mixer_options"].pop("nats_l") for c in (config, hybrid))
+    assert config == hybrid
+    assert {k: v for k, v in options.items() if published[k] != v} == lm_nats_l.ABLATIONS[name]
+    assert len(lm_nats_l.ABLATIONS[name]) == 1
+    config["model"]["mixer_options"]["nats_l"] = options
+    model = settings.build_model(config, types.SimpleNamespace(kind="tokens", vocab_size=32000))
+    params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    count = hand_count("nats_l_hybrid") + 6 * MORE.get(name, 0)
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == count
+    (row,) = (line for line in lm_nats_l.__doc__.splitlines() if line.startswith(f"| nats_l_hybrid_{name} |"))
+    ((field, value),) = lm_nats_l.ABLATIONS[name].items()
+    shown = f'"{value}"' if isinstance(value, str) else value
+    assert row.split(" | ")[1] == f"{field}={shown}" and row.endswith(f"| {count:,} |")
+    sharding.specs(params)
+
+
+FIRST, *REST = lm_nats_l.ABLATIONS
+
+
+@pytest.mark.parametrize("name", [FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in REST)])
+def test_a_gradient_of_each_recipe_traces(name):
+    config = settings.plain(lm_nats_l.get_config(f"nats_l_hybrid_{name}"))
+    model = settings.build_model(config, types.SimpleNamespace(kind="tokens", vocab_size=32000))
+    text = jax.ShapeDtypeStruct((1, config["data"]["window"]), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+
+    def loss(params, tokens, segment_ids):
+        return jnp.mean(model.apply({"params": params}, tokens, segment_ids)[0].astype(jnp.float32))
+
+    slopes = jax.eval_shape(jax.grad(loss), params, text, text)
+    assert jax.tree.map(lambda x: x.shape, slopes) == jax.tree.map(lambda x: x.shape, params)
