@@ -2,8 +2,6 @@
 
 Tuples and numbers only: lists and None cannot be overridden on a command line."""
 
-import difflib
-
 from ml_collections import ConfigDict
 
 MOST_NAMES = 24  # that a message can hold
@@ -70,6 +68,12 @@ def base() -> ConfigDict:
     return config
 
 
+def alike(name: str, other: str) -> float:
+    """How much of two words' pairs of neighbouring letters they share, from 0 to 1."""
+    pairs = [set(zip(word, word[1:], strict=False)) for word in (name, other)]
+    return len(pairs[0] & pairs[1]) / max(1, len(pairs[0] | pairs[1]))
+
+
 def check_mixer(arg: str, known: tuple[str, ...], file: str) -> str:
     """What is named behind the colon of --config=FILE:NAME, the first known name without it. Raises ValueError for
     another name, with all that are known where they are few, else the nearest; for "list" with all of them."""
@@ -79,11 +83,10 @@ def check_mixer(arg: str, known: tuple[str, ...], file: str) -> str:
         raise ValueError(f"--config={file}: behind the colon one of {' '.join(known)}")
     if len(known) <= MOST_NAMES:
         raise ValueError(f"--config={file}:{arg}: {arg!r} is not one of {known}.")
-    near = difflib.get_close_matches(arg, known, 4, 0.5)
-    meant = f"Did you mean one of {', '.join(near)}?" if near else f"One of them is {known[0]}."
+    near = sorted(known, key=lambda name: alike(name, arg), reverse=True)[:4]
     raise ValueError(
-        f"--config={file}:{arg}: {arg!r} is not one of the {len(known)} names there. {meant} The head of the file says"
-        f" what they are made of, --config={file}:list names all."
+        f"--config={file}:{arg}: {arg!r} is not one of the {len(known)} names there. Nearest: {', '.join(near)}."
+        f" The head of the file says what they are made of, --config={file}:list names all."
     )
 
 
@@ -112,6 +115,21 @@ def pretraining(mixer: str, options: dict, gated: dict, depth: int) -> ConfigDic
     config.train.signals_every = 100
     config.train.eval_batches = 16
     config.train.save_every = 500
+    return config
+
+
+def one_layer(mixer: str, own: dict) -> ConfigDict:
+    """The classifier of sequential MNIST in the EFLA paper's code and how it trains, but for rate and steps; own: of
+    the mixer's options those that are not of the recipe."""
+    config = base()
+    config.data.update(kind="images", batch_size=128, eval_batch_size=500)
+    options = {
+        "num_heads": 1, "conv_width": 0, "activation": "none", "query_norm": "none", "output_norm": False,
+        "output_projection": False, "beta_bias": -2.0, "kernel_init": "xavier",
+    }  # fmt: skip
+    config.model.update(width=64, mixers=(mixer,), mixer_options={mixer: options | own})
+    config.optim.update(schedule="constant", weight_decay=0.01, decay="all", beta2=0.999)
+    config.train.matmul_precision = "highest"
     return config
 
 

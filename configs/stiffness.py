@@ -15,8 +15,7 @@ three seeds, a quarter of a minute of one core each. With --config.data.path=mni
 experiments/results/README.md.
 """
 
-from configs import smnist
-from configs.common import check_mixer
+from configs.common import check_mixer, one_layer
 
 STEPS = ("exact", "implicit", "gate_only", "order2", "order4", "euler", "normalized")
 
@@ -29,9 +28,9 @@ def get_sweep():
 
 def get_config(arg: str = ""):
     step = check_mixer(arg, STEPS, "configs/stiffness.py")
-    config = smnist.get_config("efla")
+    config = one_layer("efla", {"step": step, "key_scale": 1.0})
     config.data.update(batch_size=64, eval_batch_size=180)
     config.model.width = 32
-    config.model.mixer_options.efla.update(dict(step=step, key_scale=1.0))
+    config.optim.learning_rate = 3e-3
     config.train.update(steps=200, log_every=20)
     return config

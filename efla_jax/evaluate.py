@@ -74,6 +74,14 @@ def sums_and_readings(
     return sums, state.get("intermediates", {})
 
 
+def signals(model: nn.Module, params, batch: Mapping[str, jax.Array]) -> dict[str, float]:
+    """What the mixers tell about themselves on one batch of `batch_sums`: see `layers.signals`."""
+    _, captured = sums_and_readings(
+        model, params, batch, capture=lambda module, _: isinstance(module, layers.Reading)
+    )  # fmt: skip
+    return {name: float(value) for name, value in layers.signals(captured, len(model.mixers)).items()}
+
+
 @functools.lru_cache(maxsize=8)
 def compiled_sums(model: nn.Module, chunk: int = 0):
     """`batch_sums` of a model, jitted once for every evaluation of the process."""

@@ -78,6 +78,7 @@ from experiments.benchmark_setting import (
     save,
     title,
 )
+from experiments.usage import run_in_one_line
 
 flags.adopt_module_key_flags(benchmark_setting)
 
@@ -246,4 +247,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_in_one_line(main)

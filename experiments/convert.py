@@ -293,6 +293,7 @@ def exported_config(
 def export_run(chosen: argparse.Namespace) -> None:
     """The command `export`."""
     folder, config = runs.recorded(chosen.run, "run")
+    runs.require_sections(chosen.run, config, "model", "optim")
     stored = steps.StoredParams(chosen.run, "ema" if config["optim"].get("ema_decay") else "params")
     if TABLE not in stored.shapes:
         raise ValueError(f"--run={chosen.run}: not a language model; there is no table of embeddings to export.")

@@ -12,6 +12,7 @@ import pathlib
 from absl import app, flags
 
 from efla_jax import metrics
+from experiments.usage import run_in_one_line
 
 RUNS = flags.DEFINE_list("runs", None, "workdirs, or label=workdir", required=True)
 METRICS = flags.DEFINE_list("metrics", ["loss", "valid_loss"], "names in metrics.jsonl, one panel each")
@@ -38,14 +39,14 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"stray argument {argv[1]!r}: flags are written --name=value")
     runs = {}
-    for entry in RUNS.value:
-        label, _, folder = entry.rpartition("=")
-        runs[label or pathlib.Path(folder).name] = metrics.read_rows(folder)
     try:
+        for entry in RUNS.value:
+            label, _, folder = entry.rpartition("=")
+            runs[label or pathlib.Path(folder).name] = metrics.read_rows(folder)
         print(metrics.plot_lines([panel(metric, runs) for metric in METRICS.value], OUT.value))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise app.UsageError(str(error)) from None
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_in_one_line(main)

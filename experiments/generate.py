@@ -27,6 +27,7 @@ from efla_jax.generate import BLOCK, PIECE, Choice, Prefix, snapshot, stream_of
 from experiments import generate_batch, generate_session
 from experiments.generation import Generator, repeated, show_in_terminal, stop_tokens
 from experiments.language_runs import open_run, positive
+from experiments.usage import reason
 
 
 def unescaped(text: str) -> str:
@@ -76,6 +77,8 @@ def check_options(chosen: argparse.Namespace) -> None:
         raise ValueError(f"--out={chosen.out}: is the file of --prompts, which would be lost; name another.")
     if chosen.save and chosen.prompt is None and chosen.prompt_file is None:
         raise ValueError("--save: needs a --prompt or --prompt_file to read; in a conversation, /save does it.")
+    if chosen.save and (chosen.save.is_dir() or any(map(pathlib.Path.is_file, chosen.save.parents))):
+        raise ValueError(f"--save={chosen.save}: no file can be written there; name one, such as prompt.npz.")
     if chosen.samples > 1 and chosen.prompt is None and not chosen.prompts and not chosen.prompt_file:
         raise ValueError("--samples goes with prompts; in a conversation, /again gives another text.")
 
@@ -106,7 +109,12 @@ def made(chosen: argparse.Namespace) -> Generator:
 
 def text_of(chosen: argparse.Namespace) -> str | None:
     """The one prompt, if there is one."""
-    return chosen.prompt_file.read_text(encoding="utf-8") if chosen.prompt_file else chosen.prompt
+    if not chosen.prompt_file:
+        return chosen.prompt
+    try:
+        return chosen.prompt_file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--prompt_file={chosen.prompt_file}: cannot be read ({reason(error)}).") from None
 
 
 def one_prompt(
@@ -116,7 +124,11 @@ def one_prompt(
     ids = generator.encode(text, first=prefix is None)
     whole = [*context, *ids]
     if chosen.save:
-        snapshot.save(chosen.save, generator.read([ids], prefix), generator.identity, [whole])
+        read = generator.read([ids], prefix)
+        try:
+            snapshot.save(chosen.save, read, generator.identity, [whole])
+        except OSError as error:
+            raise ValueError(f"--save={chosen.save}: cannot be written ({reason(error)}).") from None
         print(f"{len(whole)} tokens are in {chosen.save}", file=sys.stderr)
         return 0
     if chosen.samples == 1:

@@ -92,6 +92,7 @@ def tokenizer_of(chosen: argparse.Namespace, config: Mapping[str, Any]) -> Token
 
 def trained(chosen: argparse.Namespace, config: dict, folder: pathlib.Path, vocab_size: int, sha256: str) -> Trained:
     """The run --run, whose tokens must be those of the tokenizer with that hash."""
+    runs.require_sections(chosen.run, config, "model", "optim", "train")
     vocab_size = vocabulary_of(chosen.run, config).get("vocab_size", vocab_size)
     model = settings.section(config, "model", LanguageModel, {"vocab_size": vocab_size})
     params, known = runs.scored_params(chosen.run, config, model)

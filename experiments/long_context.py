@@ -40,6 +40,7 @@ from experiments import language_runs
 from experiments.language_runs import positive
 from experiments.result_files import about, markdown, mean_of, opened, write, write_outputs
 from experiments.ruler import ruler
+from experiments.usage import reason
 
 
 def questions_of(chosen: argparse.Namespace) -> list[cloze.Cloze]:
@@ -130,8 +131,11 @@ def plot_positions(chosen: argparse.Namespace) -> None:
         raise ValueError(f"--labels={','.join(labels)}: {len(chosen.tables)} different ones are wanted, one a table")
     lines = {}
     for label, path in zip(labels, chosen.tables, strict=True):
-        with open(path, newline="") as file:
-            rows = list(csv.DictReader(file))
+        try:
+            with open(path, newline="") as file:
+                rows = list(csv.DictReader(file))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--tables={path}: cannot be read ({reason(error)}).") from None
         if not rows or not {"position_end", "loss"} <= rows[0].keys():
             raise ValueError(f"--tables={path}: no columns position_end and loss; give what per_position wrote")
         if chosen.trained_length:

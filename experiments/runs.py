@@ -44,6 +44,13 @@ def recorded(path: pathlib.Path, flag: str) -> tuple[pathlib.Path, dict]:
     return folder, config
 
 
+def require_sections(path: pathlib.Path, config: Mapping[str, Any], *names: str) -> None:
+    """Raise ValueError for a config.json, of the run at `path`, that lacks one of the sections."""
+    if missing := [name for name in names if not isinstance(config.get(name), dict)]:
+        raise ValueError(f"{path}: the config.json of this run has no section {missing[0]!r}, which experiments.train"
+                         " writes; put it back.")  # fmt: skip
+
+
 def scored_params(path: pathlib.Path, config: Mapping[str, Any], model) -> tuple[Any, str]:
     """The parameters of a run that its scores are of, the average if it kept one, and the hash of its tokenizer."""
     shapes = jax.eval_shape(functools.partial(train.make_state, model, optax.identity(), 0)).params
@@ -56,6 +63,7 @@ def scored_params(path: pathlib.Path, config: Mapping[str, Any], model) -> tuple
 def restored(path: pathlib.Path, flag: str, data: str = "") -> tuple[dict, Any, Any, Any]:
     """(config, dataset, model, scored parameters) of a run; data: where its data lies now (empty: where it did)."""
     _, config = recorded(path, flag)
+    require_sections(path, config, "model", "optim", "train")
     if data:
         config["data"] |= {name: () for name in ("paths", "weights") if name in config["data"]} | {"path": data}
     dataset = settings.build_dataset(config)

@@ -11,8 +11,7 @@ from typing import Any
 
 import jax
 
-from efla_jax import layers, metrics
-from efla_jax.evaluate import sums_and_readings
+from efla_jax import evaluate, metrics
 from efla_jax.train import settings
 from experiments import runs
 
@@ -48,9 +47,8 @@ def stiffness(config: Mapping[str, Any]) -> tuple[float, float]:
     model = settings.build_model({**config, "model": {**config["model"], "mixer_options": options}}, dataset)
     batch = jax.device_put(next(iter(dataset.eval_batches("test"))))
     params = jax.jit(model.init)(jax.random.key(0), batch["pixels"])
-    _, captured = sums_and_readings(model, params, batch, capture=lambda module, _: isinstance(module, layers.Reading))
-    found = layers.signals(captured)
-    return float(found["stiffness_p50"]), float(found["stiffness_p95"])
+    found = evaluate.signals(model, params, batch)
+    return found["stiffness_p50"], found["stiffness_p95"]
 
 
 def cell(rows: list[dict]) -> str:

@@ -6,6 +6,11 @@ from collections.abc import Callable
 from absl import app, flags
 
 
+def reason(error: OSError | UnicodeDecodeError) -> str:
+    """Why a file could not be had, for a message that names it already."""
+    return (error.strerror or str(error)) if isinstance(error, OSError) else "it is no UTF-8 text"
+
+
 def one_line(main: Callable[[list[str]], None], argv: list[str]) -> None:
     """main(argv), with a line and exit status 2 for an app.UsageError: absl would print all of the help before it."""
     try:

@@ -52,9 +52,12 @@ REFUSED = {
     ),
     "no such argument of many": (
         ["experiments.train", "--config=configs/paper_mqar.py:log_linear-elfa-32", "--workdir=x"],
-        "'log_linear-elfa-32' is not one of the 275 names there. Did you mean one of log_linear-efla-32",
+        "'log_linear-elfa-32' is not one of the 275 names there. Nearest: log_linear-efla-32",
     ),
     "no such implementation": (["experiments.benchmark", "--implementations=chunky"], "'chunky' is not one of"),
+    "no such flag": (["experiments.benchmark", "--lenghts=8"], "error: Unknown command line flag 'lenghts'"),
+    "no curves": (["experiments.curves", "--runs=none", "--out=x"], "error: path='none' has no metrics.jsonl"),
+    "nothing to draw": (["experiments.curves", "--out=x"], "error: flag --runs=None: Flag --runs must have a value"),
     "flat beside itself": (["experiments.benchmark", "--implementations=flat"], "'flat' is delta_rule itself"),
     "no tokens": (["experiments.benchmark", "--lengths=-4"], "--lengths=-4: not whole numbers from 1 on"),
     "no length": (["experiments.benchmark", "--lengths="], "--lengths=: not whole numbers from 1 on"),
@@ -141,6 +144,7 @@ def answers():
 def test_the_command_line_is_refused_in_one_line(answers, fault):
     status, output = answers[fault]
     assert status in (1, 2) and REFUSED[fault][1] in output, output
+    assert len(output.strip().splitlines()) <= 2, output  # the other says how to see more
     assert "Traceback" not in output and not (ROOT / "x").exists()
 
 

@@ -308,6 +308,8 @@ def test_losses_by_position_are_drawn(tmp_path, capsys):
         csv.writer(file).writerows([["x"], [1]])
     with pytest.raises(SystemExit, match="no columns position_end and loss"):
         long_context.main(["plot_positions", f"--tables={tmp_path / 'a' / 'bad.csv'}", f"--out={out}"])
+    with pytest.raises(SystemExit, match=r"--tables=none.csv: cannot be read \(No such file or directory\)"):
+        long_context.main(["plot_positions", "--tables=none.csv", f"--out={out}"])
 
 
 MIXERS = {"efla": {"num_heads": 2}, "log_linear_mamba2": {"num_heads": 2, "levels": 12}}

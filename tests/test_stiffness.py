@@ -36,7 +36,7 @@ def test_the_config_is_the_recipe_of_smnist_and_its_grid_can_be_set():
     config, recipe = stiffness.get_config("euler"), smnist.get_config("efla")
     options = dict(config.model.mixer_options.efla)
     assert options == dict(recipe.model.mixer_options.efla) | {"step": "euler", "key_scale": 1.0}
-    assert config.optim == recipe.optim
+    assert dict(config.optim) == dict(recipe.optim)
     sweep = stiffness.get_sweep()
     assert set(sweep["arguments"]) < set(stiffness.STEPS) and len(sweep["grid"]["seed"]) >= 3
     assert "model.mixer_options.efla.key_scale" in sweep["grid"]

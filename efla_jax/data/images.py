@@ -83,7 +83,9 @@ def _read_npz(file: Path) -> list[np.ndarray]:
         with np.load(file, allow_pickle=False) as arrays:
             return [arrays[key] for key in NPZ_KEYS]
     except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile) as error:
-        raise ValueError(f"file {str(file)!r} is not an .npz with the keys {', '.join(NPZ_KEYS)} ({error})") from error
+        # numpy takes what is no archive for pickled objects, and says how to load them all the same.
+        why = "no archive of numbers" if "pickle" in str(error) else error
+        raise ValueError(f"file {str(file)!r} is not an .npz with the keys {', '.join(NPZ_KEYS)} ({why})") from error
 
 
 def _idx_file(folder: Path, stem: str) -> Path:

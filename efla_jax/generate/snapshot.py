@@ -92,7 +92,9 @@ def load(
     except FileNotFoundError:
         raise FileNotFoundError(f"snapshot={str(path)!r}: there is no such file.") from None
     except (zipfile.BadZipFile, KeyError, ValueError, EOFError, OSError) as error:
-        raise ValueError(f"snapshot={str(path)!r} cannot be read ({error}): damaged, or no snapshot.") from error
+        # numpy takes what is no archive for pickled objects, and says how to load them all the same.
+        why = "no archive of numbers" if "pickle" in str(error) else error
+        raise ValueError(f"snapshot={str(path)!r} cannot be read ({why}): damaged, or no snapshot.") from error
     if header.get("format") != FORMAT:
         raise ValueError(f"snapshot={str(path)!r}: format {header.get('format')}, and this version reads {FORMAT}.")
     for what, mine in identity.items():
