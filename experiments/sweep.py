@@ -270,7 +270,7 @@ def main(argv: list[str]) -> None:
             failed += names
             for name in names:
                 bar.write(f"failed: {name}, see {WORKDIR.value}/{name}")
-    if left := sum(not cell.done for cell in work) - len(failed):
+    if left := sum(not cell.done and cell.name not in failed for cell in work):
         print(f"{left} runs have not ended: the same line goes on with them")
     if failed:
         raise SystemExit(1)

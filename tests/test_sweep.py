@@ -175,6 +175,25 @@ def test_a_program_that_fails_says_so_and_ends_with_status_1(file, tmp_path, mon
     assert not list(tmp_path.glob("*/done"))
 
 
+def test_runs_that_diverged_have_ended(file, tmp_path, monkeypatch, capsys):
+    """They fail the sweep, once, and are not counted as runs to go on with."""
+    trained = []
+
+    def diverge(configs, folders, progress, keep, first, until):
+        trained.append(len(configs))
+        for config, folder in zip(configs, folders, strict=True):
+            (folder / "config.json").write_text(json.dumps(config))
+        return [sweep.population.Outcome("diverged", 3, {}, float("nan"), 1.0, None) for _ in configs]
+
+    monkeypatch.setattr(sweep.population, "fit_population", diverge)
+    words = {"config": str(file), "workdir": str(tmp_path), "together": "4"}
+    with pytest.raises(SystemExit):
+        swept(**words)
+    swept(**words)
+    assert trained == [4] and [row["status"] for row in results(tmp_path)] == ["diverged"] * 4
+    assert "have not ended" not in capsys.readouterr().out
+
+
 def test_what_is_paused_goes_on_with_the_same_line(file, tmp_path, capsys):
     words = {"config": str(file), "together": "2", "jobs": "1", "grid": "optim.learning_rate=1e-3;seed=0,1"}
     swept(**words, workdir=str(tmp_path / "paused"), minutes="1e-3")  # a step, as compiling takes longer
