@@ -86,7 +86,8 @@ def test_a_report_counts_what_diverged(tmp_path):
 
     median, high = stiffness_report.stiffness(settings.plain(stiffness.get_config("euler")))
     assert 0 < median < high
-    assert f"| median of beta k.k at the start | {median:.3g} | {16 * median:.3g} |" in text
+    assert f"| beta k.k at the start, median | {median:.2g} | {16 * median:.2g} |" in text
+    assert f"| beta k.k at the start, 95 % | {high:.2g} | {16 * high:.2g} |" in text
     swept(tmp_path / "runs", [("euler", 1.0, 0, 0.8)])  # the same name: the last row counts
     assert len(stiffness_report.read(tmp_path / "runs")[0]) == 10
 
