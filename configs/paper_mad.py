@@ -23,7 +23,8 @@ in-context recall is 8.4e14 floating-point operations.
 Measured on an H200 that two programs shared: eighteen runs of memorization (three seeds) took 13.5 ms a step, six of
 in-context or noisy recall 17.9 ms (8.1 alone), two of selective copying 15.8, two of fuzzy recall 8.2, six of
 compression 19.1. The first two recalls were solved by their first evaluation, after 500 steps, selective copying after
-3500 at most; the whole of compression takes a pair of mixers six minutes a seed. Figures: experiments/results/README.md.
+3500 at most; the whole of compression takes a pair of mixers six minutes a seed. Figures:
+experiments/results/README.md.
 """
 
 from configs.common import base
