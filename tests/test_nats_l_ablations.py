@@ -217,3 +217,19 @@ def test_a_gradient_of_each_recipe_traces(name):
 
     slopes = jax.eval_shape(jax.grad(loss), params, text, text)
     assert jax.tree.map(lambda x: x.shape, slopes) == jax.tree.map(lambda x: x.shape, params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ABLATIONS, ids=["softmax", "linear"])
+def test_on_a_mesh(options):
+    """Rows and heads over devices, a row and a token behind it."""
+    mixer, params, x = make(**options, num_attention_heads=4, max_length=60), parameters(**options), inputs(20)
+
+    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    def run(params, x):
+        y, cache = mixer.apply(params, x[:, :-1])
+        return y, mixer.apply(params, x[:, -1:], cache=cache)[0]
+
+    alone = run(params, x)
+    with jax.set_mesh(sharding.make_mesh(data=2, fsdp=1, tensor=2, context=2)):
+        assert_close(run(params, x), alone, ("row", "token"), TOLERANCE["float32"])
