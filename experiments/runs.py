@@ -96,7 +96,7 @@ def ended_runs(folder: pathlib.Path, kind: str, cut: Callable[[dict], int] = lam
     have them; tells which have not. Raises ValueError if there is none.
 
     cut: of a run's config the step at which one that is broken off later counts as a run of so many steps (0: none)."""
-    found, going = swept_runs(folder, kind), []
+    found, diverged, going = swept_runs(folder, kind), swept_runs(folder, kind, "diverged"), []
     for file in sorted(folder.glob("*/metrics.jsonl")):
         config = json_object(file.parent / "config.json")
         if config["data"]["kind"] != kind:
@@ -115,8 +115,10 @@ def ended_runs(folder: pathlib.Path, kind: str, cut: Callable[[dict], int] = lam
             count = 1 + [row["step"] for row in scored].index(steps)
             shorter = config | {"train": options | {"steps": steps}}
             found[file.parent.name] = Ended(file.parent.name, shorter, scored[:count], max(reached[:count]))
-        else:
+        elif file.parent.name not in diverged:
             going.append(file.parent.name)
+    if lost := sorted(diverged.keys() - found.keys()):
+        print(f"diverged, without a score: {', '.join(lost)}")
     if going:
         print(f"left out, not at their end (--resume): {', '.join(going)}")
     if not found:
