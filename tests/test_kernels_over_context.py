@@ -62,12 +62,19 @@ def by_chunked(arguments, ids, cotangents):
     return *out, *pull(cotangents)
 
 
-def check(case, ids, config=None):
-    arguments, cotangents = recurrence_case(case, jnp.bfloat16, **SHAPE)
+def by_kernel(arguments, ids, cotangents):
+    """Whole rows on one device."""
+    out, pull = jax.vjp(lambda *a: pallas.delta_rule(recurrence(*a, ids), 64, interpret=RACES), *arguments)
+    return *out, *pull(cotangents)
+
+
+def check(case, ids, config=None, like=by_kernel, **shape):
+    """Every value is within RATIO of the error of `like`, another way to the same."""
+    arguments, cotangents = recurrence_case(case, jnp.bfloat16, **{**SHAPE, **shape})
     truth, slopes = recurrence_and_gradients(arguments, ids, cotangents)
     ids = None if ids is None else jnp.asarray(ids)
     ours = jax.jit(over_parts, static_argnums=0)(config, arguments, ids, cotangents)
-    others = jax.jit(by_chunked)(arguments, ids, cotangents)
+    others = jax.jit(like)(arguments, ids, cotangents)
     for name, value, other, reference in zip(NAMES, ours, others, (*truth, *slopes), strict=True):
         error, bar = relative_rms(value, reference), max(FLOOR, RATIO * relative_rms(other, reference))
         assert error <= bar, f"{name}: {error:.1e}, {bar:.1e} allowed"
@@ -78,13 +85,19 @@ def documents_at(*starts: int) -> np.ndarray:
 
 
 def test_states_and_cotangents_cross_the_border():
-    check("cosine 0.9", None)
+    check("cosine 0.9", None, like=by_chunked)  # the cheaper one
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("starts", [(100,), (128,), (30, 190), (200, 201)])
 def test_documents(starts):
     check("cosine 0.9", documents_at(*starts))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key_dim, value_dim, heads", [(64, 192, 1), (256, 64, 1), (64, 64, 3)])
+def test_tiles_of_values_and_wide_keys(key_dim, value_dim, heads):
+    check("cosine 0.9", documents_at(70), key_dim=key_dim, value_dim=value_dim, heads=heads)
 
 
 @pytest.mark.slow
