@@ -192,7 +192,7 @@ def test_the_mixer_trains(adopted, corpus, tmp_path):
 @pytest.mark.slow
 def test_every_loop_over_the_mixers_passes(tmp_path):
     """The guide followed to the letter in a copy of the checkout, and the tests that find the mixer by its name."""
-    ignore = shutil.ignore_patterns("__pycache__", "results")
+    ignore = shutil.ignore_patterns("__pycache__")
     for name in (".ci", "efla_jax", "kernels", "configs", "experiments", "tests", "docs"):
         shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=ignore)
     for file in (file for file in ROOT.iterdir() if file.is_file()):
