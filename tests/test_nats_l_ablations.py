@@ -12,6 +12,7 @@ import pytest
 
 from configs import lm_nats_l
 from efla_jax import ops, sharding
+from efla_jax.layers import MIXERS
 from efla_jax.train import settings
 from tests.oracle import TOLERANCE, assert_close, block_sparse_and_gradients, relative_rms, routed_and_gradients
 from tests.test_nats_l import CLOSE, check_every_gradient, hand_count, inputs, make, parameters
@@ -190,27 +191,28 @@ def test_each_ablation_has_a_recipe(name):
     assert config == hybrid
     assert {k: v for k, v in options.items() if published[k] != v} == lm_nats_l.ABLATIONS[name]
     assert len(lm_nats_l.ABLATIONS[name]) == 1
-    config["model"]["mixer_options"]["nats_l"] = options
-    model = settings.build_model(config, types.SimpleNamespace(kind="tokens", vocab_size=32000))
-    params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
-    count = hand_count("nats_l_hybrid") + 6 * MORE.get(name, 0)
-    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == count
+
+    def count(options):
+        mixer = MIXERS["nats_l"](width=1024, **options)
+        params = jax.eval_shape(mixer.init, jax.random.key(0), jnp.zeros((1, 1, 1024)))
+        return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+    assert count(options) - count(published) == MORE.get(name, 0)
+    total = hand_count("nats_l_hybrid") + 6 * MORE.get(name, 0)
     (row,) = (line for line in lm_nats_l.__doc__.splitlines() if line.startswith(f"| nats_l_hybrid_{name} |"))
     ((field, value),) = lm_nats_l.ABLATIONS[name].items()
     shown = f'"{value}"' if isinstance(value, str) else value
-    assert row.split(" | ")[1] == f"{field}={shown}" and row.endswith(f"| {count:,} |")
-    sharding.specs(params)
+    assert row.split(" | ")[1] == f"{field}={shown}" and row.endswith(f"| {total:,} |")
 
 
-FIRST, *REST = lm_nats_l.ABLATIONS
-
-
-@pytest.mark.parametrize("name", [FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in REST)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", lm_nats_l.ABLATIONS)
 def test_a_gradient_of_each_recipe_traces(name):
     config = settings.plain(lm_nats_l.get_config(f"nats_l_hybrid_{name}"))
     model = settings.build_model(config, types.SimpleNamespace(kind="tokens", vocab_size=32000))
     text = jax.ShapeDtypeStruct((1, config["data"]["window"]), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    sharding.specs(params)
 
     def loss(params, tokens, segment_ids):
         return jnp.mean(model.apply({"params": params}, tokens, segment_ids)[0].astype(jnp.float32))
