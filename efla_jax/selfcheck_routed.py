@@ -72,8 +72,13 @@ def cases() -> list[RoutedCase]:
         case._replace(sizes=Sizes(1, 2048, 2, 2, 128, 128), documents="documents"),
         case._replace(dtype="float16"),
     ]
-    # Not covered: no whole chunk, and a chunk that an earlier call began.
-    return found + [case._replace(sizes=Sizes(2, 40, 2, 2, 128, 128)), case._replace(before=100)]
+    # Behind whole chunks and, which XLA serves, behind open ones.
+    found += [case._replace(sizes=Sizes(1, 500, 2, 2, 128, 128), before=128), case._replace(before=100)]
+    # Not covered: no whole chunk, and documents behind a prefix.
+    return found + [
+        case._replace(sizes=Sizes(2, 40, 2, 2, 128, 128)),
+        case._replace(documents="documents", before=100),
+    ]
 
 
 def tiny_cases() -> list[RoutedCase]:

@@ -128,6 +128,44 @@ def test_where_the_open_chunk_began_costs_nothing_unasked(monkeypatch):
     assert counts == [4, 6]
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def go_on(implementation, position, arguments, prefix, cotangents):
+    """Outputs, state and gradients of rows behind a prefix (state, start of the open chunk, its log decay)."""
+
+    def op(a, prefix):
+        before = ops.RoutedState(*prefix, position)
+        o, after = ops.routed_delta_rule(*a, initial_state=before, implementation=implementation)
+        return o, after.state, after.start
+
+    out, pull = jax.vjp(op, arguments, prefix)
+    of_arguments, of_prefix = pull(cotangents)
+    return (*out, *of_arguments, *of_prefix)
+
+
+@pytest.mark.parametrize("position", [128, 100])
+def test_rows_go_on(position):
+    """Behind whole chunks by the kernels, behind an open one in XLA, which a value of the program decides."""
+    arguments, cotangents = case("random", "real", time=90)
+    rng = np.random.default_rng(5)
+    state, start = (jnp.asarray(0.1 * rng.normal(size=(1, 2, 64, 64)), jnp.float32) for _ in range(2))
+    opened = jnp.zeros((1, 2)) if position == 128 else jnp.full((1, 2), -0.3)
+    start = state if position == 128 else start
+    prefix, place = (state, start, opened), jnp.array([position], jnp.int32)
+    given = *arguments, jnp.ones_like(arguments[5]), *prefix
+    nothing = jnp.zeros_like(opened)
+    truth, slopes = routed_and_gradients(given, None, np.asarray(place), 64, (*cotangents, nothing))
+    both = [go_on(name, place, arguments, prefix, cotangents) for name in ("pallas", "chunked")]
+    if position == 100:  # the same program of XLA, up to the order in which it is compiled beside another
+        for ours, theirs in zip(*both, strict=True):
+            np.testing.assert_allclose(ours.astype(np.float32), theirs.astype(np.float32), rtol=1e-5, atol=1e-6)
+        return
+    assert (both[0][0] != both[1][0]).any()  # another program has run
+    exact = (*truth[:3], *slopes[:6], slopes[7] + slopes[8])  # the prefix's state is where the next chunk begins
+    for found, ours, theirs, right in zip((*NAMES, "dinitial"), *(x[:10] for x in both), exact, strict=True):
+        error, other = relative_rms(ours, right), relative_rms(theirs, right)
+        assert error <= max(RATIO * other, LUCK.get(found, FLOOR)), (found, error, other)
+
+
 @pytest.mark.slow
 def test_time_in_parts(monkeypatch):
     monkeypatch.setattr(delta_rule, "SAFE", delta_rule.Config(combine=0.0))
@@ -145,7 +183,9 @@ def test_a_chunk_rolled_back_leaves_nothing():
 
 DECLINED = {
     "chunk_size = 32": dict(chunk_size=32),
-    "initial_state": dict(initial_state=ops.init_routed_state(1, 2, 64, 64)),
+    "initial_state beside segment_ids": dict(
+        initial_state=ops.init_routed_state(1, 2, 64, 64), segment_ids=jnp.ones((1, 160), jnp.int32)
+    ),
     "keep with a second number": {},
     "K = 32": dict(),
 }

@@ -2,7 +2,8 @@
 
 Chunks of the kernels have 64 tokens, and so have those that are kept or rolled back. Without documents they stand where
 they are, and the tokens behind the last full one, which roll nothing back, are a delta rule of their own, in XLA. With
-documents each full chunk is moved to a cell of its own (`document_chunks`)."""
+documents each full chunk is moved to a cell of its own (`document_chunks`). Rows that go on are served where no chunk
+is open, as between the pieces of a prompt: only the values of their positions tell, so XLA's form stands beside."""
 
 from collections.abc import Callable
 
@@ -14,7 +15,7 @@ from efla_jax.ops.chunked import chunked
 from efla_jax.ops.document_chunks import carried, cells, most_cells
 from efla_jax.ops.hopper import require_hopper
 from efla_jax.ops.pallas import CHUNK, config_for, laid_out, require_one_dtype
-from efla_jax.ops.routed_chunked import at_borders, behind, in_cells, left_open
+from efla_jax.ops.routed_chunked import at_borders, behind, in_cells, left_open, routed_chunked
 from efla_jax.ops.routed_recurrent import Routed
 from efla_jax.ops.segments import mask_padding
 
@@ -26,8 +27,8 @@ def declined(r: Routed, size: int) -> str | None:
         return f"chunk_size = {size}: a chunk of the kernels has {CHUNK} tokens"
     if time < CHUNK:
         return f"T = {time}: not one chunk of {CHUNK} tokens"
-    if r.start is not None:
-        return "initial_state: a chunk that an earlier call began is not written yet"
+    if r.start is not None and r.x.starts is not None:
+        return "initial_state beside segment_ids: documents that an earlier call began are not written yet"
     if r.fade is not None:
         return "keep with a second number for each chunk: the decay of what is rolled back is not written yet"
     return None
@@ -48,7 +49,15 @@ def routed_delta_rule(r: Routed, size: int, config=None, interpret=None) -> tupl
     def run(x, keep):
         return laid_out(x, config, None, interpret, keep)
 
+    if r.start is not None:
+        return continued(r, run)
     return in_place(r, run) if r.x.starts is None else by_cells(r, run)
+
+
+def continued(r: Routed, run: Callable) -> tuple[jax.Array, ...]:
+    """Rows that go on: `in_place` if none of them has an open chunk, else in XLA."""
+    closed = jnp.all(r.chunks.position[:, 0] % CHUNK == 0)
+    return jax.lax.cond(closed, lambda r: in_place(r, run), lambda r: routed_chunked(r, CHUNK), r)
 
 
 def in_place(r: Routed, run: Callable) -> tuple[jax.Array, ...]:

@@ -52,8 +52,8 @@ def routed_delta_rule(
     decay too.
 
     All else is as in `delta_rule`, but the state: a `RoutedState` of any prefix goes on in any pieces, with the same
-    chunk_size; time is never split over devices. "pallas" serves chunk_size 64, keep [B, N, H] and rows from their
-    beginning. Source: NAtS-L (arXiv 2602.03681).
+    chunk_size; time is never split over devices. "pallas" serves chunk_size 64 and keep [B, N, H]; rows that go on
+    where a chunk is open run in XLA, and documents of an initial state are declined. Source: NAtS-L (arXiv 2602.03681).
 
     >>> import jax.numpy as jnp
     >>> k, gates = jnp.ones((1, 40, 1, 4)) / 2, jnp.ones((1, 40, 1))
