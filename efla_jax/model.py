@@ -18,9 +18,10 @@ from efla_jax.layers.block import NORM_POSITIONS, NORMS, Block, swiglu_width
 from efla_jax.layers.fields import check_choice, check_dtype, check_least, check_options, nearest
 from efla_jax.layers.initializers import kernel_initializer
 from efla_jax.layers.projections import float32_logits
-from efla_jax.ops.segments import mask_padding, positions
+from efla_jax.ops.segments import mask_padding, padding_behind, permute_time, positions, real_first
+from efla_jax.ops.sharded import sharded
 from efla_jax.shapes import SegmentIds, check_segment_ids
-from efla_jax.sharding import constrain
+from efla_jax.sharding import auto_mesh, constrain
 
 MIXER_INHERITS = ("width", "norm_eps", "kernel_init", "init_std", "dtype")
 POLICIES = {
@@ -234,18 +235,39 @@ class LanguageModel(nn.Module):
         tokens = jnp.where(tokens < 0, self.vocab_size, tokens)
         if segment_ids is not None:  # zero cotangents would not stop a NaN at padding
             tokens = jnp.where(segment_ids != 0, tokens, 0)
+        order, inverse = self.real_first(segment_ids)
+        if order is not None:
+            tokens, segment_ids = (jnp.take_along_axis(a, order, axis=1) for a in (tokens, segment_ids))
         # Where fsdp splits the table's columns, a device looks up its columns of all rows, and these change places. XLA
         # would gather the table with columns in front, and read it and add its gradient entry by entry.
         # In float32: the gradient of a frequent token is a sum of thousands, which bfloat16 stops adding up at 256.
         x = jnp.take(self.embed.embedding, constrain(tokens, "rows", "time"), axis=0).astype(self.dtype)
         x = constrain(constrain(x, "rows", "time", "width"), "batch", "time", None)
         x = self.drop(x, deterministic=not self.has_rng("dropout"))
+        if inverse is None:
+            return self.blocks(x, segment_ids, cache)
+        with padding_behind():
+            x, cache = self.blocks(x, segment_ids, cache)
+        whole = "BSE", "BS", "BS"  # each device its rows
+        return sharded(lambda _, *given: permute_time(*given), (x, inverse, order), whole, whole[0]), cache
+
+    def blocks(self, x, segment_ids, cache) -> tuple[jax.Array, tuple]:
+        """x [B, T, width] behind all blocks, and the cache."""
         count = len(self.mixers)
         x, after = self.groups(x, segment_ids, None if cache is None else cache[:count])
         if not self.tail:
             return x, after
         x, behind = self.last(x, segment_ids, None if cache is None else cache[count:])
         return x, (*after, *behind)
+
+    def real_first(self, segment_ids) -> tuple[jax.Array | None, jax.Array | None]:
+        """The order in which each row's real tokens come first and its inverse, or None where nothing is moved: no
+        padding, a device with a part of the time, intermediates that somebody reads token by token."""
+        mesh = auto_mesh()
+        split = mesh is not None and mesh.shape["context"] > 1
+        if segment_ids is None or segment_ids.shape[1] < 2 or split or self.is_mutable_collection("intermediates"):
+            return None, None
+        return real_first(segment_ids != 0)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Logits [..., vocab_size] float32 of features [..., width]."""

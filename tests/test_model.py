@@ -167,6 +167,28 @@ def test_what_stands_at_padding_does_not_matter():
 
 
 @functools.cache
+def test_rows_are_put_in_order_once_and_nothing_is_asked_below():
+    """A device waits for the host at every condition: a training step of packed rows has none, wherever padding stands;
+    and who reads intermediates token by token gets them where the tokens stand."""
+    module, x = model(mixers=("gated_delta_net",), depth=2), tokens()
+    ids = jnp.array([[1, 0, 1, 2, 0, 0, 2, 2, 2, 2, 3, 0], [0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]], jnp.int32)
+    params = parameters(mixers=("gated_delta_net",), depth=2)
+
+    def blocks(module, name):
+        return name == "__call__" and isinstance(module, Block)
+
+    text = jax.jit(jax.grad(loss), static_argnums=1).lower(params, module, x, ids).as_text()
+    assert "stablehlo.case" not in text and "stablehlo.if" not in text
+    logits, _ = module.apply(params, x, ids)
+    (same, _), captured = module.apply(params, x, ids, capture_intermediates=blocks, mutable="intermediates")
+    np.testing.assert_allclose(
+        np.where(ids[..., None] == 0, 0, logits), np.where(ids[..., None] == 0, 0, same), atol=1e-5
+    )
+    alone, _ = module.apply(params, x, (ids == 1).astype(jnp.int32))
+    np.testing.assert_allclose(logits[1, 2:], alone[1, 2:], atol=1e-5)
+    assert jax.tree.leaves(captured)
+
+
 def gradient(**options):
     module = model(**options)
     return jax.jit(jax.value_and_grad(lambda params: loss(params, module, tokens())))(parameters())

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from efla_jax.ops.dispatch import dispatch
 from efla_jax.ops.pallas_conv import windowed as pallas
-from efla_jax.ops.segments import mask_padding, permute_time, real_first, segments
+from efla_jax.ops.segments import BEHIND, mask_padding, permute_time, real_first, segments
 from efla_jax.ops.sharded import gathered, part, sharded
 from efla_jax.shapes import SegmentIds, check_floating, check_segment_ids, check_shapes
 
@@ -101,8 +101,9 @@ def with_documents(fresh, activation, context, x, weight, bias, state, document)
     if context is not None:
         earlier = jnp.arange(seen.shape[1]) < count + part(context) * tail.shape[1]
         before, owner = latest(seen, jnp.where(earlier, owners, -1), count)
-    order, inverse = real_first(document >= 0)
-    reach = reached(jnp.concatenate([owner, jnp.take_along_axis(document, order, axis=1)], axis=1), count)
+    order, inverse = (None, None) if BEHIND.get() else real_first(document >= 0)
+    ordered = document if order is None else jnp.take_along_axis(document, order, axis=1)
+    reach = reached(jnp.concatenate([owner, ordered], axis=1), count)
     before = None if fresh and context is None else before
     y = real_windowed(activation, x, weight, bias, before, (reach, order, inverse))
     return y, latest(seen, owners, count)[0].astype(state.dtype)
@@ -120,8 +121,10 @@ def reached(owner: jax.Array, count: int) -> jax.Array:
 def moving(run, x, rows):
     """run(x, move, back): move puts the real tokens of [B, T, D] in front, and back undoes it. Padding mostly stands
     behind them as it is; moving them would then be a copy of everything, and neither does anything. rows: see
-    `real_windowed`."""
+    `real_windowed`. A GPU waits for the host to know; within `padding_behind` nothing is asked."""
     _, order, inverse = rows
+    if order is None:
+        return run(x, _as_it_is, _as_it_is)
     still = jnp.all(order == jnp.arange(order.shape[1]))
     move, back = (functools.partial(_permuted, *both) for both in ((order, inverse), (inverse, order)))
     return lax.cond(still, lambda x: run(x, _as_it_is, _as_it_is), lambda x: run(x, move, back), x)
@@ -138,7 +141,7 @@ def _permuted(order, inverse, x):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def real_windowed(activation, x, weight, bias, before, rows) -> jax.Array:
     """`windowed` over the real tokens of each row, and 0 at padding, whatever stands there. rows [B, T]: the reach of
-    the tokens in the order that has the real ones first, this order and its inverse (see `real_first`).
+    the tokens in the order that has the real ones first, this order and its inverse (see `real_first`; None: as it is).
 
     Its own gradient, so that what the condition's branches compute from is kept as it is, not copied out of them."""
 

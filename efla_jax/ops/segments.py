@@ -5,6 +5,9 @@ that of the row with its padding removed. This is the only place that interprets
 what it returns.
 """
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -86,3 +89,17 @@ def real_first(real: Bool[Array, "B T"]) -> tuple[Int[Array, "B T"], Int[Array, 
     that undoes it."""
     order = jnp.argsort(~real, axis=1, stable=True).astype(jnp.int32)
     return order, jnp.argsort(order, axis=1).astype(jnp.int32)
+
+
+BEHIND = contextvars.ContextVar("padding stands behind", default=False)
+
+
+@contextlib.contextmanager
+def padding_behind() -> Iterator[None]:
+    """What is traced inside may count on each row's padding to stand behind its real tokens. Operators then do not ask
+    the device, which would wait for the host at each of their conditions."""
+    before = BEHIND.set(True)
+    try:
+        yield
+    finally:
+        BEHIND.reset(before)
