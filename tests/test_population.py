@@ -75,8 +75,10 @@ def test_a_population_that_is_paused_goes_on_as_if_it_had_not_been(tmp_path, mon
         config["train"]["max_skipped"] = 3
         config["model"]["dtype"] = "bfloat16"
     whole, parts = ([tmp_path / name / str(i) for i in range(3)] for name in ("whole", "parts"))
+    sizes, steps, score = [], [], population.score
+    monkeypatch.setattr(population, "score", lambda *given: sizes.append(given[-1]) or score(*given))
+    monkeypatch.setattr(population, "widest", lambda dataset: 1024)
     expected = fit_population(configs, whole)
-    steps = []
     for _ in range(3):  # the time is up after seven more steps
         ticks = iter([*[0.0] * 6, 1.0])
         clock = types.SimpleNamespace(monotonic=functools.partial(next, ticks), perf_counter=time.perf_counter)
@@ -85,7 +87,9 @@ def test_a_population_that_is_paused_goes_on_as_if_it_had_not_been(tmp_path, mon
         if len(steps) == 7:
             assert [(one.status, one.step) for one in found] == [("paused", 7), ("diverged", 5), ("paused", 7)]
             shutil.copy(parts[0] / "paused.npz", tmp_path / "kept.npz")
+            monkeypatch.setattr(population, "widest", lambda dataset: 1)  # as where the widest batch came before
     assert steps == list(range(1, 16)) and not (parts[0] / "paused.npz").exists()
+    assert len(sizes) > 2 and set(sizes) == {1024}
     for one, other in zip(found, expected, strict=True):
         assert str(one._replace(seconds=0, params=None)) == str(other._replace(seconds=0, params=None))
         for ours, theirs in zip(*map(jax.tree.leaves, (one.params, other.params)), strict=True):

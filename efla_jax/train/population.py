@@ -338,6 +338,7 @@ def train(
     start = 0
     if rest.found:
         start, states = rest.found["step"], members.resume(rest.file, rest.found, states)
+        least = rest.found.get("least", least)  # which decides the order of sums, too
         for iterator, position in zip(iterators, rest.found["data"], strict=True):
             iterator.set_state(position)
     which, seeds = np.asarray(population.which), population.seeds.tolist()
@@ -368,7 +369,7 @@ def train(
             break
         if time.monotonic() > rest.until:
             positions = [iterator.get_state() for iterator in iterators]
-            members.pause(rest.file, done, states, {"configs": rest.configs, "data": positions})
+            members.pause(rest.file, done, states, {"configs": rest.configs, "data": positions, "least": least})
             break
 
 
