@@ -53,7 +53,7 @@ def spent(folder: pathlib.Path) -> Spent:
     for name in sorted({*rows, *files}):
         row = rows.get(name, {})
         if "seconds" in row:
-            each.append(row["seconds"] / row["together"])
+            each.append(row.get("share", row["seconds"] / row["together"]))  # older rows: until that run ended
         else:
             each.append(step_seconds(files[name]) if name in files else None)
     known = [seconds for seconds in each if seconds is not None]

@@ -209,10 +209,11 @@ def together(group: list[Cell], tell: Callable[[int], None], until: float) -> li
         return [cell.name for cell in group]
     if any(outcome.status == "paused" for outcome in found):
         return []  # the rows of all come at the end
+    share = max(outcome.seconds for outcome in found) / len(group)  # the program trains until its last run ends
     for cell, outcome in zip(group, found, strict=True):
         more = {
-            "best": outcome.best, "seconds": round(outcome.seconds, 1), "together": len(group),
-            "device": jax.devices()[0].device_kind,
+            "best": outcome.best, "seconds": round(outcome.seconds, 1), "share": round(share, 2),
+            "together": len(group), "device": jax.devices()[0].device_kind,
         }  # fmt: skip
         record(cell, outcome.status, outcome.step, outcome.scores, more)
     return [cell.name for cell, outcome in zip(group, found, strict=True) if outcome.status == "diverged"]

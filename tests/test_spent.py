@@ -29,7 +29,7 @@ def runs_of(folder: pathlib.Path) -> None:
     write_rows(folder / "results.jsonl", [
         {"name": "a", "seconds": 9999.0, "together": 1},  # trained again below
         {"name": "a", "seconds": 600.0, "together": 3, **device},
-        {"name": "b", "seconds": 300.0, "together": 3, **device},
+        {"name": "b", "seconds": 300.0, "share": 200.0, "together": 3, **device},  # ended before the others
         {"name": "c", "seconds": 40.0, "together": 1, **device}, {"name": "alone", "together": 1},
     ])  # fmt: skip
 
@@ -37,9 +37,9 @@ def runs_of(folder: pathlib.Path) -> None:
 def test_hours_are_those_of_steps_and_shares(tmp_path):
     runs_of(tmp_path)
     found = spent.spent(tmp_path)
-    assert found == spent.Spent(5, 4, 0.5 * 9 + 2.0 * 20 + 200 + 100 + 40, ("NVIDIA H200",))
+    assert found == spent.Spent(5, 4, 0.5 * 9 + 2.0 * 20 + 200 + 200 + 40, ("NVIDIA H200",))
     assert spent.sentence(found) == (
-        "Runs: 5, 0.11 hours of NVIDIA H200 (logged steps; of a program of several runs each its share; 1 without a"
+        "Runs: 5, 0.13 hours of NVIDIA H200 (logged steps; of a program of several runs each its share; 1 without a"
         " record of time)."
     )
     assert spent.spent(tmp_path / "alone") == spent.Spent(1, 1, 44.5, ())

@@ -153,13 +153,14 @@ def test_what_was_outrun_has_ended_for_sweeps_that_ask_for_the_first_only(file, 
         for folder, config in zip(folders, configs, strict=True):
             (folder / "config.json").write_text(json.dumps(config))
         outcome = sweep.population.Outcome("finished", 6, {"accuracy": 1.0}, 1.0, 0.1, None)
-        return [outcome, *[outcome._replace(status="outrun")] * (len(configs) - 1)]
+        return [outcome, *[outcome._replace(status="outrun", seconds=4.0)] * (len(configs) - 1)]
 
     monkeypatch.setattr(sweep.population, "fit_population", end)
     words = {"config": str(file), "workdir": str(tmp_path), "together": "4", "grid": "seed=0"}
     for first in ("true", "true", "false"):
         swept(**words, first=first)
     assert trained == [2, 1] and [row["status"] for row in results(tmp_path)] == ["finished", "outrun", "finished"]
+    assert [row["share"] for row in results(tmp_path)] == [2.0, 2.0, 0.1]
 
 
 def test_a_program_that_fails_says_so_and_ends_with_status_1(file, tmp_path, monkeypatch):
