@@ -19,7 +19,7 @@ and a later sweep without --first trains.
 
 results.jsonl gets a row for every run that has ended: its status, scores, config and commit; commands.txt has the lines
 that trained them, for reports. Runs that have ended with the same command are not repeated, so a broken sweep is
-started again with the same line. With --minutes=N, for a GPU that is lent, programs that still train then are paused,
+started again with the same line. With --minutes=N, where time is limited, programs that still train then are paused,
 and the same line goes on where they were. Exit status 1 if a run failed; what it said is in its folder's log.txt.
 """
 
