@@ -166,7 +166,6 @@ def test_what_stands_at_padding_does_not_matter():
     tree_close(*slopes(module, params, ids, jnp.where(ids[..., None] == 0, jnp.nan, pixels), pixels), 0.0)
 
 
-@functools.cache
 def test_rows_are_put_in_order_once_and_nothing_is_asked_below():
     """A device waits for the host at every condition: a training step of packed rows has none, wherever padding stands;
     and who reads intermediates token by token gets them where the tokens stand."""
@@ -189,6 +188,7 @@ def test_rows_are_put_in_order_once_and_nothing_is_asked_below():
     assert jax.tree.leaves(captured)
 
 
+@functools.cache
 def gradient(**options):
     module = model(**options)
     return jax.jit(jax.value_and_grad(lambda params: loss(params, module, tokens())))(parameters())
