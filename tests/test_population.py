@@ -108,8 +108,12 @@ def test_a_population_that_is_paused_goes_on_as_if_it_had_not_been(tmp_path, mon
     steps.clear()
     for config in configs:
         config["train"]["steps"] = 3
+    with pytest.raises(ValueError, match="paused.npz: holds 3 runs of other configs, paused at step 7. Go on with"):
+        fit_population(configs, parts, lambda step, members: steps.append(step))
+    assert not steps and json.loads((parts[0] / "config.json").read_text())["train"]["steps"] != 3  # nothing is lost
+    (parts[0] / "paused.npz").unlink()
     fit_population(configs, parts, lambda step, members: steps.append(step))
-    assert steps == [1, 2, 3]  # other configs: what was paused is not theirs
+    assert steps == [1, 2, 3]
 
 
 @pytest.mark.slow

@@ -303,12 +303,16 @@ def fit_population(
     been. Raises ValueError for configs that do not fit."""
     configs = [settings.plain(config) for config in configs]
     population = build(configs)
+    file, plain = pathlib.Path(folders[0]) / "paused.npz", json.loads(json.dumps(configs))
+    paused = pause.read_header(file)
+    if paused and paused["configs"] != plain:
+        raise ValueError(
+            f"{file}: holds {len(paused['configs'])} runs of other configs, paused at step {paused['step']}. Go on with"
+            " the line that paused them, or remove the file to train these from their beginning."
+        )
     for config, folder in zip(configs, folders, strict=True):
         pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
         (pathlib.Path(folder) / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    file, plain = pathlib.Path(folders[0]) / "paused.npz", json.loads(json.dumps(configs))
-    paused = pause.read_header(file)
-    paused = paused if paused and paused["configs"] == plain else None  # else what was paused was another population
     precision = configs[0]["train"]["matmul_precision"]
     with jax.default_matmul_precision(precision), without_kernels(), contextlib.ExitStack() as stack:
         members = Members(folders, stack, keep, paused["step"] if paused else -1)
