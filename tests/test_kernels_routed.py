@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402
 from efla_jax import ops  # noqa: E402
 from efla_jax.kernels import delta_rule  # noqa: E402
 from efla_jax.ops import pallas_routed  # noqa: E402
+from efla_jax.ops.segments import positions_divisible  # noqa: E402
 from tests.cases import recurrence_case  # noqa: E402
 from tests.lowering import lower_cuda, mosaic_calls  # noqa: E402
 from tests.oracle import relative_rms, routed_and_gradients  # noqa: E402
@@ -233,3 +234,22 @@ def test_lowers_for_cuda(monkeypatch):
 
     lowered = lower_cuda(jax.grad(loss, tuple(range(6))), *avals())
     assert 4 <= mosaic_calls(lowered) <= 6
+
+
+def test_positions_that_are_known_to_be_whole_need_no_condition(monkeypatch):
+    """Where it is said that no chunk is open, XLA's form is not even compiled; values are those of the condition."""
+    arguments, cotangents = case("random", "real", time=90)
+    state = jnp.asarray(0.1 * np.random.default_rng(5).normal(size=(1, 2, 64, 64)), jnp.float32)
+    prefix, place = (state, state, jnp.zeros((1, 2))), jnp.array([128], jnp.int32)
+    asked = go_on("pallas", place, arguments, prefix, cotangents)
+    with positions_divisible(64):
+        told = go_on.__wrapped__("pallas", place, arguments, prefix, cotangents)
+    for ours, theirs in zip(told, asked, strict=True):
+        np.testing.assert_array_equal(ours.astype(np.float32), theirs.astype(np.float32))
+    monkeypatch.undo()
+    texts = []
+    for by in (1, 64):
+        with positions_divisible(by):
+            avals = arguments, prefix, cotangents
+            texts.append(lower_cuda(lambda *a: go_on.__wrapped__("pallas", place, *a), *avals).as_text())
+    assert ["stablehlo.case" in text for text in texts] == [True, False]

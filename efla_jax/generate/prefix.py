@@ -20,10 +20,12 @@ from efla_jax.layers.attention import AttentionCache
 from efla_jax.layers.nats_l import NATSLCache
 from efla_jax.model import LanguageModel, mixer_fields
 from efla_jax.ops import grow_selected_kv
+from efla_jax.ops.segments import positions_divisible
 
 Prompts = Sequence[Sequence[int] | np.ndarray] | np.ndarray
 PIECE = 512  # tokens of each row that are read at once
 MOST_SPARE = 4096  # tokens of room that nobody asked for
+CELL = 64  # tokens: between pieces that end behind a multiple of them, no chunk of a GPU kernel is open
 SHORTEST_BUCKET = 16  # shorter prompts are padded to a power of two of tokens, at least this: few programs serve all
 
 
@@ -98,12 +100,13 @@ def grown(model: LanguageModel, cache: tuple, room: int, coming: int) -> tuple:
     return tuple(parts)
 
 
-@partial(jax.jit, static_argnames=("model",), donate_argnames=("logits", "cache"))
-def read_piece(model: LanguageModel, params, tokens, segment_ids, logits, cache):
+@partial(jax.jit, static_argnames=("model", "divisible"), donate_argnames=("logits", "cache"))
+def read_piece(model: LanguageModel, params, tokens, segment_ids, logits, cache, divisible: int = 1):
     """(logits, cache, broken) after a piece [B, P] of each row: logits [B, vocabulary] behind its last real token, or
     as they were where it has none; broken [B]: the place of the first real token of features that are not finite, or
-    -1."""
-    x, cache = model.apply(params, tokens, segment_ids, cache, method="features")
+    -1. divisible: see `positions_divisible`."""
+    with positions_divisible(divisible):
+        x, cache = model.apply(params, tokens, segment_ids, cache, method="features")
     real = jnp.ones(tokens.shape, bool) if segment_ids is None else segment_ids != 0
     last = tokens.shape[1] - 1 - jnp.argmax(real[:, ::-1], axis=1)
     ahead = cast(jax.Array, model.apply(params, x[jnp.arange(len(x)), last], method="logits"))
@@ -170,7 +173,11 @@ def prefill(
         cache = grown(model, cache, room, width)
         part = slice(start, start + width)
         told = None if equal and ids[:, part].all() else ids[:, part]
-        logits, cache, broken = read_piece(model, params, tokens[:, part], told, logits, cache)
+        whole = (
+            prefix is None and told is None and start % CELL == 0
+        )  # so all rows have read `start` tokens of a document
+        given = tokens[:, part], told, logits, cache
+        logits, cache, broken = read_piece(model, params, *given, divisible=CELL if whole else 1)
         if waiting is not None:  # one piece late, so that the device never waits for the host
             check_broken(*waiting, skipped)
         waiting = broken, start

@@ -3,7 +3,8 @@
 Chunks of the kernels have 64 tokens, and so have those that are kept or rolled back. Without documents they stand where
 they are, and the tokens behind the last full one, which roll nothing back, are a delta rule of their own, in XLA. With
 documents each full chunk is moved to a cell of its own (`document_chunks`). Rows that go on are served where no chunk
-is open, as between the pieces of a prompt: only the values of their positions tell, so XLA's form stands beside."""
+is open, as between the pieces of a prompt: but within `positions_divisible` only the values of their positions tell, so
+XLA's form stands beside."""
 
 from collections.abc import Callable
 
@@ -17,7 +18,7 @@ from efla_jax.ops.hopper import require_hopper
 from efla_jax.ops.pallas import CHUNK, config_for, laid_out, require_one_dtype
 from efla_jax.ops.routed_chunked import at_borders, behind, in_cells, left_open, routed_chunked
 from efla_jax.ops.routed_recurrent import Routed
-from efla_jax.ops.segments import mask_padding
+from efla_jax.ops.segments import POSITIONS, mask_padding
 
 
 def declined(r: Routed, size: int) -> str | None:
@@ -56,6 +57,8 @@ def routed_delta_rule(r: Routed, size: int, config=None, interpret=None) -> tupl
 
 def continued(r: Routed, run: Callable) -> tuple[jax.Array, ...]:
     """Rows that go on: `in_place` if none of them has an open chunk, else in XLA."""
+    if POSITIONS.get() % CHUNK == 0:
+        return in_place(r, run)
     closed = jnp.all(r.chunks.position[:, 0] % CHUNK == 0)
     return jax.lax.cond(closed, lambda r: in_place(r, run), lambda r: routed_chunked(r, CHUNK), r)
 

@@ -103,3 +103,16 @@ def padding_behind() -> Iterator[None]:
         yield
     finally:
         BEHIND.reset(before)
+
+
+POSITIONS = contextvars.ContextVar("divides every position", default=1)
+
+
+@contextlib.contextmanager
+def positions_divisible(by: int) -> Iterator[None]:
+    """What is traced inside may count on each row's document to have a multiple of so many tokens before it."""
+    before = POSITIONS.set(by)
+    try:
+        yield
+    finally:
+        POSITIONS.reset(before)
