@@ -197,11 +197,10 @@ def together(group: list[Cell], tell: Callable[[int], None], until: float) -> li
             told = share
 
     try:
-        folders, options = (
-            [cell.folder for cell in group],
-            {"keep": CHECKPOINTS.value, "first": FIRST.value, "until": until},
+        folders = [cell.folder for cell in group]
+        found = population.fit_population(
+            configs, folders, progress, keep=CHECKPOINTS.value, first=FIRST.value, until=until
         )
-        found = population.fit_population(configs, folders, progress, **options)
     except Exception:  # a program that does not fit must not end those beside it
         for cell in group:
             (cell.folder / "log.txt").write_text(traceback.format_exc())
