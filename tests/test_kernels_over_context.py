@@ -111,6 +111,7 @@ def test_parts_in_parts(monkeypatch):
     check("random", documents_at(100), config)
 
 
+# A CPU has eight simulated devices (conftest.py), so it runs there; a machine with a single GPU has nobody to hand to.
 @pytest.mark.skipif(jax.device_count() < 2, reason="a mesh of two devices")
 def test_what_is_handed_round_on_a_mesh():
     """S' = M S + Z of each device's part, as an operator whose gradient hands cotangents round itself: every one is

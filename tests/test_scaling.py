@@ -16,6 +16,7 @@ from experiments.scaling_stages import Case
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = "configs/quickstart.py:efla"
 MODEL = (("width", 16), ("depth", 3), ("dtype", "float32"))
+# A CPU has eight simulated devices (conftest.py), so these run there; a machine with a single GPU has no second one.
 needs_two = pytest.mark.skipif(jax.device_count() < 2, reason="a mesh of two devices")
 
 

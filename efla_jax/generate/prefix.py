@@ -25,7 +25,7 @@ from efla_jax.ops.segments import positions_divisible
 Prompts = Sequence[Sequence[int] | np.ndarray] | np.ndarray
 PIECE = 512  # tokens of each row that are read at once
 MOST_SPARE = 4096  # tokens of room that nobody asked for
-CELL = 64  # tokens: between pieces that end behind a multiple of them, no chunk of a GPU kernel is open
+CELL = 64  # tokens of a chunk of the GPU kernels: none is open behind a multiple of them
 SHORTEST_BUCKET = 16  # shorter prompts are padded to a power of two of tokens, at least this: few programs serve all
 
 
@@ -173,9 +173,8 @@ def prefill(
         cache = grown(model, cache, room, width)
         part = slice(start, start + width)
         told = None if equal and ids[:, part].all() else ids[:, part]
-        whole = (
-            prefix is None and told is None and start % CELL == 0
-        )  # so all rows have read `start` tokens of a document
+        # Nothing but whole pieces before this one: every row has read `start` tokens of one document.
+        whole = prefix is None and told is None and start % CELL == 0
         given = tokens[:, part], told, logits, cache
         logits, cache, broken = read_piece(model, params, *given, divisible=CELL if whole else 1)
         if waiting is not None:  # one piece late, so that the device never waits for the host
