@@ -2,8 +2,6 @@
 
 Tuples and numbers only: lists and None cannot be overridden on a command line."""
 
-import difflib
-
 from ml_collections import ConfigDict
 
 MOST_NAMES = 24  # that a message can hold
@@ -70,6 +68,12 @@ def base() -> ConfigDict:
     return config
 
 
+def alike(name: str, other: str) -> float:
+    """How much of two words' pairs of neighbouring letters they share, from 0 to 1."""
+    pairs = [set(zip(word, word[1:], strict=False)) for word in (name, other)]
+    return len(pairs[0] & pairs[1]) / max(1, len(pairs[0] | pairs[1]))
+
+
 def check_mixer(arg: str, known: tuple[str, ...], file: str) -> str:
     """What is named behind the colon of --config=FILE:NAME, the first known name without it. Raises ValueError for
     another name, with all that are known where they are few, else the nearest; for "list" with all of them."""
@@ -79,7 +83,7 @@ def check_mixer(arg: str, known: tuple[str, ...], file: str) -> str:
         raise ValueError(f"--config={file}: behind the colon one of {' '.join(known)}")
     if len(known) <= MOST_NAMES:
         raise ValueError(f"--config={file}:{arg}: {arg!r} is not one of {known}.")
-    near = difflib.get_close_matches(arg, known, n=4, cutoff=0)
+    near = sorted(known, key=lambda name: alike(name, arg), reverse=True)[:4]
     raise ValueError(
         f"--config={file}:{arg}: {arg!r} is not one of the {len(known)} names there. Nearest: {', '.join(near)}."
         f" The head of the file says what they are made of, --config={file}:list names all."
