@@ -98,6 +98,11 @@ def test_a_used_folder_or_a_changed_config_is_refused(finished):
     other.optim.learning_rate = 3e-3
     with pytest.raises(ValueError, match="config.optim.learning_rate: 0.01 in the checkpoint, 0.003 now"):
         train.fit(other, run.workdir, resume=True)
+    wider = config.copy_and_resolve_references()
+    wider.model.width = 2 * config.model.width  # the field, not the leaves that it shapes
+    expected = f"config.model.width: {config.model.width} in the checkpoint, {wider.model.width} now\nGive those"
+    with pytest.raises(ValueError, match=expected):
+        train.fit(wider, run.workdir, resume=True)
     longer = config.copy_and_resolve_references()
     longer.train.steps = 12  # would bend the cosine that the first steps followed
     with pytest.raises(ValueError, match="config.train.steps: 6 in the checkpoint, 12 now"):

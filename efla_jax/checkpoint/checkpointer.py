@@ -5,7 +5,7 @@ import math
 import shutil
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
@@ -142,14 +142,15 @@ class Checkpointer:
         self._writing = step
 
     def restore(self, abstract_state: PyTree, step: int | None = None, *, allow_partial: bool = False,
-                cast: bool = False) -> Restored:  # fmt: skip
+                cast: bool = False, check: Callable[[Any, int], None] | None = None) -> Restored:  # fmt: skip
         """Reads `step` into the structure, dtypes and shardings of `abstract_state`.
 
         step=None: the newest that is not damaged; those passed over are moved aside, to <step>.damaged, with a warning.
         abstract_state: pytree of arrays or ShapeDtypeStructs. The sharding of each leaf is the one it gets, on whatever
         devices the checkpoint was written; without one it goes to the default device, which needs a single process.
         allow_partial: leaves in one of the two only are allowed, and those that the checkpoint lacks are taken from
-        abstract_state, which must hold arrays there. cast: other dtypes are allowed.
+        abstract_state, which must hold arrays there. cast: other dtypes are allowed. check: is given the metadata and
+        the number of the step before any leaf is compared, and may refuse them in words of its own.
 
         Raises FileNotFoundError if there is no such step, ValueError if it is damaged, naming the file, or lists every
         leaf whose path, shape or dtype differs.
@@ -164,9 +165,11 @@ class Checkpointer:
             damaged = {}
             require_intact(self.directory / str(step))
         folder = self.directory / str(step)
+        data, metadata = (read_json(folder, item)["value"] for item in ("data", "metadata"))
+        if check:
+            check(metadata, step)
         state, report = read_state(folder, "", abstract_state, allow_partial, cast)
         self._set_aside(damaged)
-        data, metadata = (read_json(folder, item)["value"] for item in ("data", "metadata"))
         return Restored(state, data, metadata, step, report.lines())
 
     def check_for_errors(self) -> None:

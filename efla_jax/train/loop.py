@@ -115,8 +115,11 @@ def restored(config, checkpointer, parts, iterator, resume: bool, partial) -> Tr
     )
     if partial["allow_partial"]:  # what the checkpoint lacks begins as in a fresh run
         target = jax.jit(parts.begin, out_shardings=parts.placed)()
-    found = checkpointer.restore(target, **partial)
-    settings.check_unchanged(found.metadata["config"], config, found.step)
+
+    def check(metadata, step: int) -> None:  # a field says more than the leaves that it shapes
+        settings.check_unchanged(metadata["config"], config, step)
+
+    found = checkpointer.restore(target, **partial, check=check)
     known, here = found.metadata.get("tokenizer", ""), tokenizer_of(parts.dataset)
     if known != here:
         raise ValueError(

@@ -245,4 +245,7 @@ def check_unchanged(saved: Mapping[str, Any], config: Mapping[str, Any], step: i
     if saved["seed"] != here["seed"]:
         changed.append(f"config.seed: {saved['seed']} in the checkpoint, {here['seed']} now")
     if changed:
-        raise ValueError("config: the run was started with other values:\n  " + "\n  ".join(changed))
+        raise ValueError(
+            "config: the run was started with other values:\n  " + "\n  ".join(changed) + "\nGive those of the"
+            " checkpoint (the run's config.json has them), or another --workdir for a run of its own."
+        )
