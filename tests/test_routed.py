@@ -1,6 +1,7 @@
 """The routed delta rule and block-sparse attention against the float64 oracle, whose masks are real numbers: values and
 every gradient, those of the masks too, for any kind of choice, from any position in a chunk, packed and padded."""
 
+import collections
 import functools
 import sys
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from efla_jax import ops
 from efla_jax.ops.document_chunks import cells, chunk_sums, document_chunks, most_cells, still_open
@@ -360,6 +362,51 @@ def test_memory_of_the_gradient_grows_with_time_not_with_its_square():
     short, long = temporary(2048), temporary(8192)
     assert long < 4.5 * short
     assert long < 4 * 4 * 8192 * 8192 / 8
+
+
+def loops(function, *arguments) -> collections.Counter:
+    """Primitives of the loops of a function, those that its loops call among them."""
+    found = collections.Counter()
+
+    def walk(jaxpr, inside):
+        for equation in jaxpr.eqns:
+            name = equation.primitive.name
+            found.update([name] if inside or name == "while" else [])
+            for inner in jaxprs_in_params(equation.params):
+                walk(inner, inside or name == "while")
+
+    walk(jax.make_jaxpr(function)(*arguments).jaxpr, False)
+    return found
+
+
+@pytest.mark.parametrize("gpu", [False, True], ids=["row by row", "all rows"])
+def test_models_under_one_vmap_take_the_loops_of_one_model(gpu, monkeypatch):
+    """Bounds that differ between models would select every carry at every turn, and gather and scatter windows."""
+    monkeypatch.setattr(sys.modules["efla_jax.ops.block_sparse_tiles"], "on_gpu", lambda: gpu)
+    for name, slots in (("QUERIES", 32), ("KEYS", 16)):
+        monkeypatch.setattr(sys.modules["efla_jax.ops.block_sparse_attention"], name, slots)
+
+    def run(arguments, cotangent):
+        o, pull = jax.vjp(lambda *a: ops.block_sparse_attention(*a, chunk_size=SIZE)[0], *arguments)
+        return o, *pull(cotangent)
+
+    members = [attention_case(chosen) for chosen in ("none", "random", "all")]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *members)
+    alone, together = (loops(*given) for given in ((run, *members[0]), (jax.vmap(run), *stacked)))
+    assert together == alone and alone["while"] >= 2
+    one, many = (jax.jit(f, compiler_options=QUICKLY) for f in (run, jax.vmap(run)))
+    found = many(*stacked)
+    for i, member in enumerate(members):
+        assert_close([x[i] for x in found], one(*member), ATTENTION, TOLERANCE["float32"])
+
+
+def test_a_row_of_one_tile_has_no_loop_over_cells_before_it():
+    """Nor a list of them: on a GPU a loop of unknown length waits for its bounds, and ends a graph of launches."""
+    arguments, cotangent = attention_case()
+    run = functools.partial(attention().__wrapped__, ids=None, cotangent=cotangent)
+    assert not loops(run, arguments)
+    text = attention().lower(arguments, None, cotangent).compile().as_text()
+    assert " sort(" not in text and " while(" in text  # over rows
 
 
 def test_on_a_mesh():

@@ -156,8 +156,11 @@ def block_mask(list_: Listed, documents, first, end, plan: Plan, j: jax.Array) -
     return jnp.repeat(seen, plan.size, axis=2)[:, None, None]
 
 
-def blocks(first: jax.Array, end: jax.Array, plan: Plan, body: Callable, carry):
-    """body(j, carry) for the blocks of the list that hold any of first .. end - 1 of any row."""
+def blocks(first: jax.Array, end: jax.Array, i: jax.Array, plan: Plan, body: Callable, carry):
+    """body(j, carry) for the blocks of the list that hold any of first .. end - 1 of tile i [P, tiles] of any row."""
+    if end.shape[1] == 1:  # a row of one tile has no cells before it
+        return carry
+    first, end = first[:, i], end[:, i]
     low = jnp.min(jnp.where(first < end, first, jnp.iinfo(jnp.int32).max)) // plan.keys
     return lax.fori_loop(low, -(-jnp.max(end) // plan.keys), body, carry)
 
@@ -192,7 +195,7 @@ def forward_rows(plan: Plan, q, k, v, chosen, places: Places):
             seen = block_mask(list_, documents, first[:, i], end[:, i], plan, j)
             return fold(carry, jnp.where(seen, scores_of(queries, keys), MASKED), values)
 
-        top, total, o = blocks(first[:, i], end[:, i], plan, block, carry)
+        top, total, o = blocks(first, end, i, plan, block, carry)
         o, log_sum = o / total[..., None], top + jnp.log(total)
         if not plan.own:  # then there are queries that see nothing
             o, log_sum = jnp.where((top > MASKED)[..., None], o, 0.0), jnp.where(top > MASKED, log_sum, MASKED)
@@ -258,7 +261,7 @@ def backward_rows(plan: Plan, q, k, v, chosen, places: Places, o, log_sum, d_o, 
             d_k, d_v = added(d_k, more_k, j * span, 2), added(d_v, more_v, j * span, 2)
             return d_q + more_q, d_k, d_v, added(d_chosen, per_cell(d_scores, size), j * plan.keys, 1)
 
-        d_q, *rest = blocks(first[:, i], end[:, i], plan, block, (d_q, *rest))
+        d_q, *rest = blocks(first, end, i, plan, block, (d_q, *rest))
 
         def other(j, d_chosen):
             keys, values = (window(x, j * span, span, 2) for x in (list_.k, list_.v))
@@ -266,7 +269,7 @@ def backward_rows(plan: Plan, q, k, v, chosen, places: Places, o, log_sum, d_o, 
             return added(d_chosen, per_cell(unseen(*mine, keys, values, mask), size), j * plan.keys, 1)
 
         if plan.counterfactual:
-            rest[2] = blocks(other_first[:, i], other_end[:, i], plan, other, rest[2])
+            rest[2] = blocks(other_first, other_end, i, plan, other, rest[2])
         return ((d_own_k, d_own_v, d_own), tuple(rest)), d_q
 
     def empty(*like):
@@ -274,20 +277,40 @@ def backward_rows(plan: Plan, q, k, v, chosen, places: Places, o, log_sum, d_o, 
 
     carry = empty(own.k, own.v), empty(k, v)
     ((d_own_k, d_own_v, d_own), (d_k, d_v, d_chosen)), d_q = lax.scan(tile, carry, jnp.arange(end.shape[1]))
-    back = jnp.argsort(list_.order, axis=1)
-    d_k, d_v = (permuted(x, back) + y[:, :, -x.shape[2] :] for x, y in ((d_k, d_own_k), (d_v, d_own_v)))
-    d_chosen = jnp.take_along_axis(d_chosen, back, axis=1) + d_own
+    if end.shape[1] > 1:
+        back = jnp.argsort(list_.order, axis=1)
+        d_k, d_v, d_chosen = permuted(d_k, back), permuted(d_v, back), jnp.take_along_axis(d_chosen, back, axis=1)
+    d_k, d_v = (x + y[:, :, -x.shape[2] :] for x, y in ((d_k, d_own_k), (d_v, d_own_v)))
+    d_chosen += d_own
     if not plan.counterfactual:
         d_chosen = jnp.where(picked, d_chosen, 0.0)
     return jnp.moveaxis(d_q, 0, 3).reshape(q.shape), d_k, d_v, d_chosen
 
 
 def by_rows(function: Callable, plan: Plan, *arrays):
-    """function(plan, *arrays); on a CPU one row after the other, each as long as it takes (a GPU would be idle)."""
-    if on_gpu():
-        return function(plan, *arrays)
-    one = jax.tree.map(lambda x: x[:, None], arrays)
-    return jax.tree.map(lambda x: x[:, 0], lax.map(lambda row: function(plan, *row), one))
+    """function(plan, *arrays); on a CPU one row after the other, each as long as it takes (a GPU would be idle).
+
+    Under vmap the rows of all are rows of one call: loops whose bounds differ from one to the next would select their
+    whole carry at every turn, and gather and scatter what else is a slice."""
+
+    @jax.custom_batching.custom_vmap
+    def rows(*arrays):
+        if on_gpu():
+            return function(plan, *arrays)
+        one = jax.tree.map(lambda x: x[:, None], arrays)
+        return jax.tree.map(lambda x: x[:, 0], lax.map(lambda row: function(plan, *row), one))
+
+    @rows.def_vmap
+    def _(size: int, batched, *arrays):
+        def merged(x, has: bool):
+            x = x if has else jnp.broadcast_to(x, (size, *x.shape))
+            return x.reshape(size * x.shape[1], *x.shape[2:])
+
+        found = rows(*jax.tree.map(merged, arrays, tuple(batched)))
+        found = jax.tree.map(lambda x: x.reshape(size, x.shape[0] // size, *x.shape[1:]), found)
+        return found, jax.tree.map(lambda _: True, found)
+
+    return rows(*arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
