@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from efla_jax.generate.carried import carried, in_order, written
 from efla_jax.generate.prefix import Prefix, grown, slots
 from efla_jax.generate.sampling import Choice, Sampling, sample
 from efla_jax.generate.unrolled import apart, together, unrolled
@@ -48,16 +49,17 @@ def decode_block(
             token = sample(jax.vmap(jax.random.fold_in, (0, None))(keys, begin + i), masked, how)
         going &= ~(token[:, None] == stops).any(axis=-1) & fine
         tokens = tokens.at[:, i].set(jnp.where(going, token, -1))
-        logits, cache = blocks.apply(params, token[:, None], None, cache)
-        return i + 1, tokens, logits[:, 0], cache, going, broken
+        logits, after = blocks.apply(params, token[:, None], None, in_order(cache, parts, i))
+        return i + 1, tokens, logits[:, 0], written(cache, after, i), going, broken
 
     def more(carry):
         return (carry[0] < count) & carry[4].any()
 
     nothing = jnp.full((len(logits), block), -1, jnp.int32)
-    carry = jnp.int32(0), nothing, logits, apart(cache, *sizes), going, jnp.full((len(logits),), -1, jnp.int32)
-    _, tokens, logits, cache, going, broken = lax.while_loop(more, step, carry)
-    return tokens, logits, together(cache, *sizes), going, broken
+    parts = apart(cache, *sizes)
+    carry = jnp.int32(0), nothing, logits, carried(parts), going, jnp.full((len(logits),), -1, jnp.int32)
+    i, tokens, logits, cache, going, broken = lax.while_loop(more, step, carry)
+    return tokens, logits, together(in_order(cache, parts, i), *sizes), going, broken
 
 
 class Decoding:

@@ -41,15 +41,20 @@ def _logits_backward(dimensions, precision, saved, cotangent):
 float32_logits.defvjp(_logits_forward, _logits_backward)
 
 
-def rows_of_products(x, kernel, dimensions, precision=None) -> jax.Array:
-    """`lax.dot_general` of x [..., D] and kernel [D, N]. One row, as a token of one text is, has a row of zeros beside
-    it: a vector times a matrix is two programs of XLA's on a GPU (jax 0.11.2), one of which writes all D N products to
-    memory for the other to add up."""
+def rows_of_products(x, kernel, dimensions, precision=None, dtype=None) -> jax.Array:
+    """`lax.dot_general` of x [..., D] and kernel [D, N], with sums and result in `dtype` (None: as it would have it).
+    One row, as a token of one text is, has a row of zeros beside it: a vector times a matrix is two programs of XLA's
+    on a GPU (jax 0.11.2), one of which writes all D N products to memory for the other to add up."""
     if x.size != x.shape[-1] or x.ndim < 2:
-        return lax.dot_general(x, kernel, dimensions, precision=precision)
+        return lax.dot_general(x, kernel, dimensions, precision=precision, preferred_element_type=dtype)
     rows = jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0)))
-    y = lax.dot_general(rows, kernel, (((1,), (0,)), ((), ())), precision=precision)
+    y = lax.dot_general(rows, kernel, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=dtype)
     return y[:1].reshape(*x.shape[:-1], -1)
+
+
+def float32_rows(x, kernel, dimensions, precision=None) -> jax.Array:
+    """`rows_of_products` with sums and result in float32, whatever the dtype of the operands."""
+    return rows_of_products(x, kernel, dimensions, precision, jnp.float32)
 
 
 def dense(mixer, name: str, features: int) -> nn.Dense:
@@ -64,7 +69,7 @@ def gate(mixer, name: str) -> nn.Dense:
     """A projection to one number per head, without bias: products in the mixer's dtype, sums and result in float32."""
     init = kernel_initializer(mixer.gate_init, mixer.init_std)
     return nn.Dense(
-        mixer.num_heads, use_bias=False, kernel_init=init, dtype=mixer.dtype, dot_general=float32_sums, name=name
+        mixer.num_heads, use_bias=False, kernel_init=init, dtype=mixer.dtype, dot_general=float32_rows, name=name
     )
 
 
