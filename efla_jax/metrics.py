@@ -225,7 +225,8 @@ class Panel:
 
 
 def plot_lines(panels: Sequence[Panel], output: str | Path) -> Path:
-    """Draws panels side by side into a PNG and returns its path. A label has the same colour in every panel.
+    """Draws panels side by side into a PNG and returns its path. A label has the same colour in every panel, from the
+    eleventh on with dashes or another mark; what would hide lines, a long legend, stands beside the panels.
 
     Raises ValueError when there is nothing to draw or x and y differ in length.
     """
@@ -235,8 +236,10 @@ def plot_lines(panels: Sequence[Panel], output: str | Path) -> Path:
     from matplotlib.figure import Figure
 
     labels = dict.fromkeys(label for panel in panels for label in panel.lines)
-    colours = {label: f"C{i}" for i, label in enumerate(labels)}
-    figure = Figure(figsize=(1 + 4.5 * len(panels), 3.8), layout="constrained")
+    colours = {label: f"C{i % 10}" for i, label in enumerate(labels)}
+    rounds = {label: min(i // 10, 2) for i, label in enumerate(labels)}
+    beside = any(panel.points or len(panel.lines) > 8 for panel in panels)
+    figure = Figure(figsize=(1 + 4.5 * len(panels) + beside, 3.8), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         places = np.unique(np.concatenate([np.asarray(x, float) for x, _ in panel.lines.values()]))
         for i, (label, (x, y)) in enumerate(panel.lines.items()):
@@ -246,11 +249,13 @@ def plot_lines(panels: Sequence[Panel], output: str | Path) -> Path:
                                  "y must be [n] or [seeds, n] for x [n]")
             if panel.points:
                 x = np.searchsorted(places, x) + 0.8 * ((i + 0.5) / len(panel.lines) - 0.5)
-                axes.plot(np.tile(x, len(y)), y.ravel(), "o", color=colours[label], markersize=4, alpha=0.6)
+                mark = "os^"[rounds[label]]
+                axes.plot(np.tile(x, len(y)), y.ravel(), mark, color=colours[label], markersize=4, alpha=0.6)
                 axes.plot(x, y.mean(axis=0), "_", label=label, color=colours[label], markersize=11, markeredgewidth=2)
                 continue
             marker = "o" if panel.logarithmic else None
-            axes.plot(x, y.mean(axis=0), label=label, color=colours[label], linewidth=1.5, marker=marker, markersize=3)
+            style = {"color": colours[label], "linestyle": ("-", "--", ":")[rounds[label]], "marker": marker}
+            axes.plot(x, y.mean(axis=0), label=label, linewidth=1.5, markersize=3, **style)
             if len(y) > 1:
                 axes.fill_between(x, y.min(axis=0), y.max(axis=0), color=colours[label], alpha=0.2, linewidth=0)
         if panel.points:
@@ -263,10 +268,12 @@ def plot_lines(panels: Sequence[Panel], output: str | Path) -> Path:
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
         axes.grid(alpha=0.3, axis="y" if panel.points else "both")
-        if not panel.points:
+        if not beside:
             axes.legend(fontsize=8)
-        elif axes is figure.axes[-1]:
-            figure.legend(*figure.axes[0].get_legend_handles_labels(), fontsize=8, loc="outside right upper")
+    if beside:
+        told = (zip(*axes.get_legend_handles_labels(), strict=True) for axes in figure.axes)
+        drawn = {label: line for pairs in told for line, label in pairs}
+        figure.legend(drawn.values(), drawn, fontsize=8, loc="outside right upper")
     path = Path(output)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

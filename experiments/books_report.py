@@ -10,6 +10,7 @@ import json
 import math
 import pathlib
 import re
+import statistics
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -105,14 +106,25 @@ def window_of(positions: list[dict], end: int) -> float:
     return sum(row["loss"] * row["count"] for row in some) / sum(row["count"] for row in some)
 
 
+def beside_median(lines: dict[str, tuple[list, list]]) -> dict[str, tuple[list, list]]:
+    """Curves less the median of them all, at the steps that all of them have: losses of one recipe are a few hundredths
+    apart."""
+    found = {name: dict(zip(*line, strict=True)) for name, line in lines.items()}
+    steps = sorted(set.intersection(*map(set, found.values())))
+    middle = {step: statistics.median(values[step] for values in found.values()) for step in steps}
+    return {name: (steps, [values[step] - middle[step] for step in steps]) for name, values in found.items()}
+
+
 def over_training(runs: dict[str, Books]) -> list[metrics.Panel]:
     """Training and held-out losses, and what routed layers chose: those that some run has."""
-    losses = {
-        "training loss": {name: (steps, metrics.smooth(values, 0.8)) for name, run in runs.items()
-                          for steps, values in [curve(run.metrics, "loss")] if steps},
-        "held-out loss": {name: found for name, run in runs.items() if (found := curve(run.metrics, "valid_loss"))[0]},
-    }  # fmt: skip
-    drawn = [metrics.Panel(lines, "step", "nats a token", title) for title, lines in losses.items() if lines]
+    training = {name: (steps, metrics.smooth(values, 0.8)) for name, run in runs.items()
+                for steps, values in [curve(run.metrics, "loss")] if steps}  # fmt: skip
+    held_out = {name: found for name, run in runs.items() if (found := curve(run.metrics, "valid_loss"))[0]}
+    drawn = [metrics.Panel(training, "step", "nats a token", "training loss")] * bool(training)
+    if len(held_out) > 2 and (apart := beside_median(held_out))[next(iter(held_out))][0]:
+        drawn.append(metrics.Panel(apart, "step", "nats a token above the median model", "held-out loss"))
+    elif held_out:
+        drawn.append(metrics.Panel(held_out, "step", "nats a token", "held-out loss"))
     chosen = fractions(runs)
     return drawn + [metrics.Panel(chosen, "step", "part of the chunks", "that chose softmax")] * bool(chosen)
 
