@@ -32,6 +32,9 @@ POLICIES = {
 
 def check_mixers(model) -> None:
     """Raise ValueError for an empty pattern, an unknown mixer, options that it does not take or that do not fit."""
+    for field in ("mixers", "tail"):
+        if not isinstance(names := getattr(model, field, ()), tuple):
+            raise ValueError(f"{field}: {names!r} is a {type(names).__name__}; write a tuple of names: ('efla',).")
     mixers, options = model.mixers + getattr(model, "tail", ()), model.mixer_options
     if not model.mixers:
         raise ValueError(f"mixers: the pattern is empty; name at least one of {tuple(MIXERS)}.")
@@ -48,6 +51,14 @@ def check_mixers(model) -> None:
         if "num_heads" not in options.get(name, {}):
             raise ValueError(f"mixer_options[{name!r}]: num_heads is missing; write {{{name!r}: {{'num_heads': 4}}}}.")
         MIXERS[name](**mixer_fields(model, name), parent=None)  # checks the values
+
+
+def freeze_options(model) -> None:
+    """Make the model's mixer_options hashable, so that apply can be jitted; ValueError unless they map to mappings."""
+    options = model.mixer_options
+    if not isinstance(options, Mapping) or not all(isinstance(chosen, Mapping) for chosen in options.values()):
+        raise ValueError(f"mixer_options: {options!r} has no fields by mixer; write {{'efla': {{'num_heads': 4}}}}.")
+    object.__setattr__(model, "mixer_options", freeze(options))
 
 
 def mixer_fields(model, name: str) -> dict[str, Any]:
@@ -114,7 +125,7 @@ class LanguageModel(nn.Module):
     tail: tuple[str, ...] = ()
 
     def __post_init__(self):
-        object.__setattr__(self, "mixer_options", freeze(self.mixer_options))  # hashable, so that apply can be jitted
+        freeze_options(self)
         for field, least in (("vocab_size", 1), ("width", 1), ("mlp_width", 0)):
             check_least(field, getattr(self, field), least)
         check_dtype(self.dtype)
@@ -227,9 +238,13 @@ class LanguageModel(nn.Module):
 
     def mixed(self, tokens, segment_ids, cache) -> tuple[jax.Array, tuple]:
         """The residual stream [B, T, width] behind the last block, and the cache."""
-        if not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.ndim != 2:
-            raise ValueError(f"tokens: {tokens.dtype}{list(tokens.shape)} is not an integer [B, T]; pass token ids.")
+        given = f"{tokens.dtype}{list(tokens.shape)}" if hasattr(tokens, "dtype") else f"a {type(tokens).__name__}"
+        if not hasattr(tokens, "dtype") or not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.ndim != 2:
+            raise ValueError(f"tokens: {given} is not an integer array [B, T]; pass token ids.")
         check_segment_ids(segment_ids, *tokens.shape)
+        count = len(self.mixers + self.tail)
+        if cache is not None and (not isinstance(cache, tuple) or len(cache) != count):
+            raise ValueError(f"cache: not a tuple of {count}, one for each mixer; pass what the last call returned.")
         # An id beyond the vocabulary embeds as NaN; a negative one would count from its end.
         tokens = jnp.asarray(tokens, jnp.int32)
         tokens = jnp.where(tokens < 0, self.vocab_size, tokens)
@@ -347,7 +362,7 @@ class SequenceClassifier(nn.Module):
     dtype: DTypeLike = "float32"
 
     def __post_init__(self):
-        object.__setattr__(self, "mixer_options", freeze(self.mixer_options))
+        freeze_options(self)
         check_dtype(self.dtype)
         check_mixers(self)
         super().__post_init__()

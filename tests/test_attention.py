@@ -305,6 +305,7 @@ def unchecked():
         ({"v": jnp.zeros((2, 7, 2, 5), int)}, "v: dtype int32"),
         ({"segment_ids": jnp.zeros((2, 8), int)}, "segment_ids: shape"),
         ({"initial_state": init_kv_cache(2, 6, 2, 4, 5)}, "initial_state: capacity 6 is less than the 7 tokens"),
+        ({"initial_state": jnp.zeros((2, 7, 2, 4))}, "initial_state: a .* is no KVCache; begin with"),
         ({"initial_state": init_kv_cache(3, 9, 2, 4, 5)}, "initial_state.k: shape .* B .* 3 here but 2"),
         ({"initial_state": init_kv_cache(2, 9, 2, 4, 6)}, "initial_state.v: shape .* V .* 6 here but 5"),
         (

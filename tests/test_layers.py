@@ -616,6 +616,11 @@ def no_type_checks():
     [
         ("efla", {"num_heads": 3}, "width: 16 is not divisible by num_heads=3"),
         ("efla", {"num_heads": 0}, "num_heads: 0 heads"),
+        ("efla", {"num_heads": 2.0}, "num_heads: 2.0 is not a whole number"),
+        ("efla", {"width": "16"}, "width: '16' is not a whole number"),
+        ("attention", {"width": 0}, "width: 0 is less than 1"),
+        ("mamba2", {"width": 16.0}, "width: 16.0 is not a whole number"),
+        ("gated_conv", {"width": 16.0}, "width: 16.0 is not a whole number"),
         ("efla", {"num_key_heads": 4}, "G=4 key heads, but G must divide H"),
         ("efla", {"step": "eulr"}, "step: 'eulr' is not one of .* Did you mean 'euler'"),
         ("efla", {"key_scale": 0.0}, "key_scale: 0.0 times the keys"),
@@ -645,3 +650,28 @@ def test_wrong_arrays_are_errors(no_type_checks):
         make("efla").init(jax.random.key(0), inputs(4), jnp.ones((1, 4), jnp.int32))
     with pytest.raises(ValueError, match="kernel_init: 'lecum'.*Did you mean 'lecun'"):
         make("efla", kernel_init="lecum").init(jax.random.key(0), inputs(4))
+
+
+@pytest.mark.parametrize("name", ["gated_efla", "gated_conv", "attention", "nats_l"])
+def test_wrong_ids_and_caches_are_errors(name, no_type_checks):
+    """Each way of beginning a call: a recurrent mixer's, and those of the two that keep what they read."""
+    mixer, x = make(name), inputs(4)
+    ids = jnp.ones(x.shape[:2], jnp.int32)
+    params = jax.eval_shape(mixer.init, jax.random.key(0), x)
+
+    def call(ids=None, cache=None):
+        return jax.eval_shape(functools.partial(mixer.apply, segment_ids=ids, cache=cache), params, x)
+
+    cache, other = mixer.init_cache(len(x)), make("attention" if name != "attention" else "efla").init_cache(len(x))
+    call(ids, cache)
+    for wrong, message in (
+        (dict(ids=ids[:, :-1]), r"segment_ids: shape \(\d, 3\) is not \[B, T\] = \(\d, 4\)"),
+        (dict(ids=ids[0]), r"segment_ids: shape \(4,\) is not \[B, T\]"),
+        (dict(ids=ids.tolist()), "segment_ids: .* is a list, but an array"),
+        (dict(ids=ids > 0), "segment_ids: dtype bool is not an integer type"),
+        (dict(ids=cache), "segment_ids: .* but an array"),
+        (dict(cache=other), f"cache: a {type(other).__name__}, but .* carries a {type(cache).__name__}"),
+        (dict(cache=mixer.init_cache(7)), r"cache: of 7 rows, but x has \d"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(**wrong)

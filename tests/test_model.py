@@ -389,6 +389,11 @@ def no_type_checks():
     [
         ({"mixers": ("elfa",)}, "mixers: 'elfa' is not one of .* Did you mean 'efla'"),
         ({"mixers": ()}, "mixers: the pattern is empty"),
+        ({"mixers": "efla"}, "mixers: 'efla' is a str; write a tuple"),
+        ({"mixers": ["efla"]}, r"mixers: \['efla'\] is a list; write a tuple"),
+        ({"tail": "efla"}, "tail: 'efla' is a str; write a tuple"),
+        ({"mixer_options": None}, "mixer_options: None has no fields by mixer; write"),
+        ({"mixer_options": {"efla": 2}}, "mixer_options: {'efla': 2} has no fields by mixer"),
         ({"mixers": ("efla",), "mixer_options": OPTIONS}, "mixer_options: there are options for 'attention'"),
         ({"mixer_options": {"efla": {"num_heads": 2}}}, r"mixer_options\['attention'\]: num_heads is missing"),
         ({"mixers": ("efla",), "mixer_options": {"efla": {"num_head": 2}}}, "'num_head' is not an option.*'num_heads'"),
@@ -423,6 +428,12 @@ def test_wrong_arrays_are_errors(no_type_checks):
         model().init(jax.random.key(0), jnp.zeros((2, 4)))
     with pytest.raises(ValueError, match=re.escape("tokens: int32[4]")):
         model().init(jax.random.key(0), jnp.zeros((4,), jnp.int32))
+    with pytest.raises(ValueError, match=re.escape("tokens: a list is not an integer array [B, T]; pass")):
+        model().init(jax.random.key(0), [[1, 2]])
+    cache = model().init_cache(2)
+    for wrong in (cache[:1], cache + cache[:1], cache[0], 3):
+        with pytest.raises(ValueError, match="cache: not a tuple of 2, one for each mixer"):
+            model().init(jax.random.key(0), tokens(), None, wrong)
     with pytest.raises(ValueError, match="segment_ids: shape"):
         model().init(jax.random.key(0), tokens(), jnp.ones((2, 3), jnp.int32))
     with pytest.raises(ValueError, match="x: 15 tokens, but max_length=14"):

@@ -8,8 +8,8 @@ from flax import linen as nn
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
-from efla_jax.layers.cache import continues
-from efla_jax.layers.fields import check_dtype, check_width, head_width
+from efla_jax.layers.cache import check_call, continues
+from efla_jax.layers.fields import check_dtype, head_width
 from efla_jax.layers.projections import dense
 from efla_jax.ops import KVCache, apply_rope, init_kv_cache, softmax_attention
 from efla_jax.ops.segments import mask_padding, positions
@@ -89,7 +89,7 @@ class Attention(nn.Module):
         self, x: jax.Array, segment_ids: SegmentIds | None = None, cache: AttentionCache | None = None
     ) -> tuple[jax.Array, AttentionCache]:
         """x [B, T, width] -> y [B, T, width] in `dtype` and the cache after each row's last real token; any T >= 0."""
-        check_width(x, self.width)
+        check_call(self, x, segment_ids, cache, AttentionCache)
         key_heads, heads, head_dim = self.sizes()
         batch, time = x.shape[:2]
         if segment_ids is not None:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Int
 from efla_jax.layers.fields import check_width
 from efla_jax.ops import FenwickState
 from efla_jax.ops.segments import mask_padding
-from efla_jax.shapes import SegmentIds, State
+from efla_jax.shapes import SegmentIds, State, check_segment_ids
 
 
 class RecurrentCache(NamedTuple):
@@ -67,11 +67,29 @@ def carry_on(keep: Bool[Array, " B"], cached):
     )
 
 
+def check_call(mixer, x: jax.Array, segment_ids: SegmentIds | None, cache, kind: Any = RecurrentCache) -> None:
+    """Raise ValueError unless x is [B, T, width], segment_ids None or [B, T], and cache None or a `kind` of B rows."""
+    check_width(x, mixer.width)
+    check_segment_ids(segment_ids, *x.shape[:2])
+    if cache is None:
+        return
+    if not isinstance(cache, kind):
+        raise ValueError(
+            f"cache: a {type(cache).__name__}, but {type(mixer).__name__} carries a {kind.__name__} from call to call;"
+            " pass what its last call returned, or None for a fresh one."
+        )
+    if cache.segment.shape != x.shape[:1]:
+        raise ValueError(
+            f"cache: of {len(cache.segment)} rows, but x has {x.shape[0]}; a row goes on with its own. Take the cache's"
+            f" rows that x has, or begin with init_cache({x.shape[0]})."
+        )
+
+
 def begin(mixer, x: jax.Array, segment_ids: SegmentIds | None, cache) -> tuple[jax.Array, Any, Any, Int[Array, " B"]]:
     """What a call of a recurrent mixer begins with: x [B, T, D] with zeros at padding, the convolutions' inputs and the
     state where the document goes on (none and None without a cache), and the id of each row's last real token after
     it."""
-    check_width(x, mixer.width)
+    check_call(mixer, x, segment_ids, cache)
     if segment_ids is not None:
         x = mask_padding(segment_ids != 0, x)
     # Without inputs and a state an operator knows that its rows begin, which may be cheaper.

@@ -68,10 +68,15 @@ def check_options(owner: str, module: type, options: Mapping) -> None:
 
 def head_width(width: int, num_heads: int, head_dim: int | None) -> int:
     """head_dim, or (inner) width / num_heads without it. Raises ValueError unless that is a positive whole number."""
+    for field, value in (("width", width), ("num_heads", num_heads), ("head_dim", head_dim)):
+        if value is not None and not isinstance(value, numbers.Integral):
+            raise ValueError(f"{field}: {value!r} is not a whole number; write one that is at least 1.")
     if num_heads < 1:
         raise ValueError(f"num_heads: {num_heads} heads, but at least one is needed.")
     if head_dim is None and width % num_heads:
         raise ValueError(f"width: {width} is not divisible by num_heads={num_heads}. Change one or set head_dim.")
     if head_dim is not None and head_dim < 1:
         raise ValueError(f"head_dim: {head_dim} is not positive.")
+    if width < 1:
+        raise ValueError(f"width: {width} is less than 1.")
     return width // num_heads if head_dim is None else head_dim

@@ -31,6 +31,7 @@ class GatedConv(nn.Module):
     dtype: DTypeLike = "float32"
 
     def __post_init__(self):
+        check_least("width", self.width, 1)
         check_least("conv_width", self.conv_width, 1)
         check_dtype(self.dtype)
         super().__post_init__()

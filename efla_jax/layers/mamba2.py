@@ -69,6 +69,7 @@ class Mamba2(nn.Module):
     dtype: DTypeLike = "float32"
 
     def __post_init__(self):
+        check_least("width", self.width, 1)
         self.sizes()
         check_choice("activation", self.activation, ACTIVATIONS)
         check_chunk_size(self.chunk_size)

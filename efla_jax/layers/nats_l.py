@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
-from efla_jax.layers.cache import carry_on, continues
-from efla_jax.layers.fields import check_choice, check_least, check_width
+from efla_jax.layers.cache import carry_on, check_call, continues
+from efla_jax.layers.fields import check_choice, check_least
 from efla_jax.layers.gated_delta_net import GatedDeltaNet
 from efla_jax.layers.projections import dense, heads, read_out
 from efla_jax.layers.reading import read_delta_step
@@ -244,7 +244,7 @@ class NATSL(GatedDeltaNet):
         self, x: jax.Array, segment_ids: SegmentIds | None = None, cache: NATSLCache | None = None
     ) -> tuple[jax.Array, NATSLCache]:
         """x [B, T, width] -> y [B, T, width] in `dtype` and the cache after each row's last real token; any T >= 0."""
-        check_width(x, self.width)
+        check_call(self, x, segment_ids, cache, NATSLCache)
         _, num_heads, key_dim, value_dim = self.sizes()
         if segment_ids is not None:
             x = mask_padding(segment_ids != 0, x)

@@ -84,6 +84,8 @@ def check_arguments(q, k, v, cache, segment_ids, implementation: str) -> None:
     check_implementation("softmax_attention", implementation, TABLE)
     legends = {"q": (q, "BTHK"), "k": (k, "BTGK"), "v": (v, "BTGV")}
     if cache is not None:
+        if not isinstance(cache, KVCache):
+            raise ValueError(f"initial_state: a {type(cache).__name__} is no KVCache; begin with init_kv_cache().")
         legends |= {"initial_state.k": (cache.k, "BMGK"), "initial_state.v": (cache.v, "BMGV")}
         legends["initial_state.length"] = (cache.length, "B")
     sizes = check_shapes(legends)
