@@ -11,7 +11,7 @@ import pytest
 from configs import quickstart, smnist
 from efla_jax import data, evaluate, metrics, train
 from efla_jax.model import LanguageModel
-from efla_jax.train import loop, settings
+from efla_jax.train import hosts, loop, settings
 from efla_jax.train.step import make_gradients, make_signals
 
 STEPS = 6
@@ -108,6 +108,20 @@ def test_a_used_folder_or_a_changed_config_is_refused(finished):
     with pytest.raises(ValueError, match="config.train.steps: 6 in the checkpoint, 12 now"):
         train.fit(longer, run.workdir, resume=True)
     assert run.workdir.joinpath("checkpoints", "6").exists()
+
+
+def test_two_runs_in_one_folder_are_refused(finished, tmp_path):
+    """The second, whatever the first has saved; and not for longer than the first runs."""
+    config, run = finished
+    with hosts.alone_in(run.workdir):
+        before = sorted((run.workdir / "checkpoints").iterdir())
+        with pytest.raises(ValueError, match="workdir: another program trains in .*; wait for its end"):
+            train.fit(config, run.workdir, resume=True)
+        assert sorted((run.workdir / "checkpoints").iterdir()) == before
+        with hosts.alone_in(tmp_path / "another"):
+            pass
+    with hosts.alone_in(run.workdir):
+        pass
 
 
 @pytest.mark.parametrize("schedule, step, free", [

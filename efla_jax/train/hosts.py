@@ -8,6 +8,7 @@ one is lost, and makes all of them stop at the same step when one is told to.
 import contextlib
 import itertools
 import os
+import pathlib
 import signal
 from collections.abc import Iterator
 
@@ -15,6 +16,12 @@ import jax
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+LOCK = ".lock"  # of a run's folder
 ENVIRONMENT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 TURN, NO_BATCH = "efla_jax/turn", "no batch"
 TURNS = itertools.count()  # how often processes have met: the same number in all of them
@@ -119,6 +126,29 @@ class StopRequest:
         if jax.process_count() == 1:
             return self._told
         return multihost_utils.reached_preemption_sync_point(step)
+
+
+@contextlib.contextmanager
+def alone_in(folder: pathlib.Path) -> Iterator[None]:
+    """The lock of a run's folder, held by the first process of a job until it ends, however it does.
+
+    Two runs in one folder would clear away each other's half-written checkpoints, and mix their rows. Raises ValueError
+    if another holds it. Where there are no locks (a file system without, Windows), nobody is kept out."""
+    if fcntl is None or jax.process_index():
+        yield
+        return
+    with contextlib.ExitStack() as opened:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = opened.enter_context(open(folder / LOCK, "ab"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"workdir: another program trains in {folder}; wait for its end, stop it, or choose another --workdir."
+            ) from None
+        except OSError:  # what cannot be written is refused by name, where that counts
+            pass
+        yield
 
 
 @contextlib.contextmanager

@@ -64,8 +64,8 @@ def fit(
     SIGTERM saves and returns a Run that is not `finished`.
 
     Raises ValueError before anything is compiled for a config that does not fit, a mesh that does not divide it, a
-    folder that holds a run already, or a resumed run whose config has changed; FloatingPointError after
-    config.train.max_skipped steps in a row without a finite gradient."""
+    folder that holds a run already or that another program trains in, or a resumed run whose config has changed;
+    FloatingPointError after config.train.max_skipped steps in a row without a finite gradient."""
     clock = Clock()
     config, workdir = settings.plain(config), require_folder(workdir)
     parts = settings.build(config)
@@ -76,6 +76,7 @@ def fit(
         jax.default_matmul_precision(config["train"]["matmul_precision"]), jax.set_mesh(parts.mesh),
         hosts.stop_on_sigterm() as stop, contextlib.ExitStack() as open_things, hosts.ending_together(),
     ):  # fmt: skip
+        open_things.enter_context(hosts.alone_in(workdir))
         checkpointer = open_things.enter_context(Checkpointer(workdir / "checkpoints", **saving))
         rows = sharding.local_rows(parts.mesh, config["data"]["batch_size"])
         iterator = open_things.enter_context(contextlib.closing(parts.dataset.train_iterator(rows=rows)))
