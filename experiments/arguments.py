@@ -5,8 +5,10 @@ import re
 import sys
 from collections.abc import Callable
 
-from absl import app, flags, logging
+from absl import app, flags
 from ml_collections import ConfigDict, config_flags
+
+from experiments.usage import quiet
 
 CONFIG = config_flags.DEFINE_config_file(
     "config", None, "experiment file, e.g. configs/quickstart.py:efla", lock_config=True
@@ -53,8 +55,7 @@ def run(main: Callable[[list[str]], None]) -> None:
     """Run main(argv). What is wrong with input, files, numbers or a missing extra is one line and exit status 1."""
 
     def guarded(argv: list[str]) -> None:
-        if not flags.FLAGS["verbosity"].present:  # orbax and grain tell every step they take
-            logging.set_verbosity(logging.WARNING)
+        quiet()
         try:
             main(argv)
         except (ValueError, FloatingPointError, OSError, ImportError, RuntimeError) as error:

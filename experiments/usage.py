@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 
-from absl import app, flags
+from absl import app, flags, logging
 
 
 def reason(error: OSError | UnicodeDecodeError) -> str:
@@ -11,8 +11,15 @@ def reason(error: OSError | UnicodeDecodeError) -> str:
     return (error.strerror or str(error)) if isinstance(error, OSError) else "it is no UTF-8 text"
 
 
+def quiet() -> None:
+    """No line of orbax and grain about each step that they take, unless --verbosity asks for some."""
+    if not flags.FLAGS["verbosity"].present:
+        logging.set_verbosity(logging.WARNING)
+
+
 def one_line(main: Callable[[list[str]], None], argv: list[str]) -> None:
     """main(argv), with a line and exit status 2 for an app.UsageError: absl would print all of the help before it."""
+    quiet()
     try:
         main(argv)
     except app.UsageError as error:
