@@ -11,7 +11,7 @@ from flax import linen as nn
 from efla_jax.generate import Choice, Decoding, generate, prefill
 from efla_jax.generate.unrolled import MATRICES, apart, narrow, together, unrolled
 from efla_jax.layers import MIXERS
-from efla_jax.layers.projections import float32_rows, rows_of_products
+from efla_jax.layers.projections import float32_logit_rows, float32_rows, rows_of_products
 from efla_jax.model import LanguageModel
 from efla_jax.sharding import path_of
 from tests.oracle import relative_rms
@@ -151,6 +151,8 @@ def test_one_row_is_multiplied_as_rows_are():
     text = jax.jit(lambda *a: rows_of_products(*a, dimensions)).lower(x, kernel).as_text()
     assert "(tensor<2x8xf32>, tensor<8x5xf32>) -> tensor<2x5xf32>" in text
     small = x.astype("bfloat16"), kernel.astype("bfloat16")
-    assert float32_rows(*small, dimensions).dtype == jnp.float32
-    wide = (x.astype("float32") for x in small)
-    np.testing.assert_allclose(float32_rows(*small, dimensions), rows_of_products(*wide, dimensions), rtol=1e-6)
+    wide = rows_of_products(*(x.astype("float32") for x in small), dimensions)
+    for product in (float32_rows, float32_logit_rows):
+        found = product(*small, dimensions)
+        assert found.dtype == jnp.float32
+        np.testing.assert_allclose(found, wide, rtol=1e-6)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from efla_jax.layers.fields import check_choice, check_least
 from efla_jax.layers.initializers import kernel_initializer
-from efla_jax.layers.projections import float32_logits
+from efla_jax.layers.projections import float32_logit_rows
 
 KINDS = ("linear", "mlp_softplus", "mlp_softmax")
 RULES = ("tie", "extrapolate")
@@ -94,7 +94,7 @@ class LevelWeights(LevelOptions, kw_only=True):
         trained, slots, hidden = self.level_counts()
         shape = (self.num_heads, self.levels)
         # Mamba-2 has hundreds of these columns: in `dtype` with float32 sums, there and back.
-        dense = functools.partial(nn.Dense, use_bias=False, dtype=self.dtype, dot_general=float32_logits)
+        dense = functools.partial(nn.Dense, use_bias=False, dtype=self.dtype, dot_general=float32_logit_rows)
         zeros, one = nn.initializers.zeros, nn.initializers.constant(ONE)
         init = zeros if self.level_bias else kernel_initializer(self.kernel_init, self.init_std)
         raw = dense(math.prod(shape), kernel_init=init, name="level_proj")(x).reshape(*x.shape[:2], *shape)

@@ -41,20 +41,19 @@ def _logits_backward(dimensions, precision, saved, cotangent):
 float32_logits.defvjp(_logits_forward, _logits_backward)
 
 
-def rows_of_products(x, kernel, dimensions, precision=None, dtype=None) -> jax.Array:
-    """`lax.dot_general` of x [..., D] and kernel [D, N], with sums and result in `dtype` (None: as it would have it).
-    One row, as a token of one text is, has a row of zeros beside it: a vector times a matrix is two programs of XLA's
-    on a GPU (jax 0.11.2), one of which writes all D N products to memory for the other to add up."""
+def rows_of_products(x, kernel, dimensions, precision=None, product=lax.dot_general) -> jax.Array:
+    """`product` of x [..., D] and kernel [D, N]. One row, as a token of one text is, has a row of zeros beside it: a
+    vector times a matrix is two programs of XLA's on a GPU (jax 0.11.2), one of which writes all D N products to memory
+    for the other to add up."""
     if x.size != x.shape[-1] or x.ndim < 2:
-        return lax.dot_general(x, kernel, dimensions, precision=precision, preferred_element_type=dtype)
+        return product(x, kernel, dimensions, precision=precision)
     rows = jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0)))
-    y = lax.dot_general(rows, kernel, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=dtype)
+    y = product(rows, kernel, (((1,), (0,)), ((), ())), precision=precision)
     return y[:1].reshape(*x.shape[:-1], -1)
 
 
-def float32_rows(x, kernel, dimensions, precision=None) -> jax.Array:
-    """`rows_of_products` with sums and result in float32, whatever the dtype of the operands."""
-    return rows_of_products(x, kernel, dimensions, precision, jnp.float32)
+float32_rows = functools.partial(rows_of_products, product=float32_sums)
+float32_logit_rows = functools.partial(rows_of_products, product=float32_logits)
 
 
 def dense(mixer, name: str, features: int) -> nn.Dense:
