@@ -122,6 +122,9 @@ def test_two_runs_in_one_folder_are_refused(finished, tmp_path):
             pass
     with hosts.alone_in(run.workdir):
         pass
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="workdir: .*/file/run cannot be made .Not a directory.; choose another"):
+        train.fit(config, tmp_path / "file" / "run")
 
 
 @pytest.mark.parametrize("schedule, step, free", [

@@ -133,13 +133,16 @@ def alone_in(folder: pathlib.Path) -> Iterator[None]:
     """The lock of a run's folder, held by the first process of a job until it ends, however it does.
 
     Two runs in one folder would clear away each other's half-written checkpoints, and mix their rows. Raises ValueError
-    if another holds it. Where there are no locks (a file system without, Windows), nobody is kept out."""
+    if another holds it, or the folder cannot be made. Where there are no locks (a file system without, Windows), nobody is kept out."""
     if fcntl is None or jax.process_index():
         yield
         return
     with contextlib.ExitStack() as opened:
         try:
             folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"workdir: {folder} cannot be made ({error.strerror}); choose another.") from error
+        try:
             file = opened.enter_context(open(folder / LOCK, "ab"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
