@@ -87,7 +87,12 @@ def building(folder: pathlib.Path, flag: str, size: int) -> Iterator[pathlib.Pat
     if size > free:
         raise OSError(f"--{flag}={folder}: {size / 1e9:.1f} GB are written there at most and {free / 1e9:.1f} GB are"
                       " free; make room, or name a folder on another disk.")  # fmt: skip
-    yield partial
+    try:
+        yield partial
+    except OSError as error:
+        if error.strerror is None or error.filename is not None:  # in our words, or of a file that it names
+            raise
+        raise OSError(f"--{flag}={folder}: {error.strerror} while {partial} was written; begin again.") from error
     if folder.exists():
         folder.rmdir()
     partial.rename(folder.absolute())

@@ -511,6 +511,17 @@ def test_a_disk_without_room_is_said_before_anything_is_written(tmp_path, monkey
         exchange("import", tmp_path / "run", source=tmp_path / "source")
 
 
+def test_a_write_that_fails_names_the_folder(tmp_path):
+    """What a full disk or a limit says has no name of its own."""
+    with pytest.raises(OSError, match="--to=.*/out: File too large while .*/out.partial was written; begin again"):
+        with convert.building(tmp_path / "out", "to", 1):
+            raise OSError(27, "File too large")
+    with pytest.raises(OSError, match="names itself"):
+        with convert.building(tmp_path / "out", "to", 1):
+            raise OSError("names itself")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_file_that_does_not_take_what_is_written_is_noticed(tmp_path, monkeypatch):
     written(tmp_path / "source", "llama")
     exchange("import", tmp_path / "run", source=tmp_path / "source")
