@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from efla_jax.generate import Sampling, decode_block
-from efla_jax.generate.carried import carried, has_ring, in_order, written
+from efla_jax.generate.carried import carried, in_order, kind, written
 from efla_jax.layers import MIXERS
 from efla_jax.layers.cache import RecurrentCache
 from efla_jax.model import LanguageModel
@@ -28,20 +28,22 @@ def cache_of(inputs, state=0.0, segment=0):
 @pytest.mark.parametrize("count", [1, 3], ids=["unrolled", "repeated"])
 @pytest.mark.parametrize("taps", [2, 4, 5])
 def test_a_ring_holds_what_shifted_inputs_hold(count, taps):
-    """Before, within and after a turn; two convolutions of different channels, beside a cache without any."""
-    text = np.random.default_rng(0).normal(size=(count, 2, 3 * taps, 7)).astype(np.float32)
+    """Before, within and after a turn; three mixers with two convolutions of different channels, one of another number
+    of channels and so of a ring of its own, and one without any."""
+    text = np.random.default_rng(0).normal(size=(3, count, 2, 3 * taps, 7)).astype(np.float32)
 
-    def shifted(end):  # as a mixer returns it
-        window = text[:, :, end - taps + 1 : end]
-        return cache_of([jnp.asarray(window[..., :4]), jnp.asarray(window[..., 4:])], state=end, segment=5)
+    def shifted(end):  # as mixers return it
+        q, k, v = text[..., end - taps + 1 : end, :]
+        mixers = [q[..., :4], q[..., 4:]], [v[..., :2]], [], [k[..., :4], k[..., 4:]]
+        return tuple(cache_of([jnp.asarray(x) for x in inputs], state=end, segment=5) for inputs in mixers)
 
-    like = shifted(taps - 1), cache_of([])
+    like = shifted(taps - 1)
     carry = carried(like)
-    assert [x.shape for x in carry[0].conv] == [(count, 2, taps - 1, 7)] and carry[1].conv == ()
+    assert sorted(x.shape for x in carry.rings.values()) == [(n * count, 2, taps - 1, c) for n, c in ((1, 2), (2, 7))]
     for token in range(2 * taps):
-        found, _ = in_order(carry, like, jnp.int32(token))
+        found = in_order(carry, like, jnp.int32(token))
         jax.tree.map(np.testing.assert_array_equal, found, shifted(taps - 1 + token))
-        carry = written(carry, (shifted(taps + token), cache_of([])), jnp.int32(token))
+        carry = written(carry, shifted(taps + token), jnp.int32(token))
 
 
 @pytest.mark.parametrize("segment, count, found", [(0, 0, 0), (0, 2, 1), (7, 0, 7), (7, 2, 7)])
@@ -58,9 +60,10 @@ def test_documents_begin_with_a_token_and_then_stay(segment, count, found):
 def test_convolutions_that_are_no_ring_are_carried_as_they_are(conv):
     like = (cache_of(list(conv)),)
     carry = carried(like)
-    for found in (carry, in_order(carry, like, jnp.int32(1)), written(carry, like, jnp.int32(1))):
+    after = written(carry, like, jnp.int32(1))
+    assert carry.rings == after.rings == {} and kind(jnp.zeros(3)) is None  # what a mixer of one's own may have
+    for found in (carry.parts, in_order(carry, like, jnp.int32(1)), after.parts):
         assert all(x is y for x, y in zip(found[0].conv, conv, strict=True))
-    assert not has_ring(like[0]) and not has_ring(jnp.zeros(3))  # what a mixer of one's own may have
 
 
 @pytest.mark.parametrize(
