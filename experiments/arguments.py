@@ -1,14 +1,13 @@
 """The command line of every experiment: --config and --workdir, with misspelt names, stray words and odd values
 refused."""
 
-import re
 import sys
 from collections.abc import Callable
 
 from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
-from experiments.usage import quiet
+from experiments.usage import of_field, quiet
 
 CONFIG = config_flags.DEFINE_config_file(
     "config", None, "experiment file, e.g. configs/quickstart.py:efla", lock_config=True
@@ -27,9 +26,7 @@ def parse(argv: list[str]) -> list[str]:
     except flags.Error as error:  # an error inside the experiment file arrives as text, its traceback included
         stop(str(error).strip().splitlines()[-1] if "Traceback" in str(error) else str(error))
     except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
-        text = re.sub(r"[\s'\\]+", " ", str(error.args[0] if error.args else error).replace("\\n", " ")).strip()
-        text = re.sub(r"^(\w+) Did", r"no config field is called \1. Did", text)
-        stop(re.sub(r'^"? ?(\w+) ?"?$', r"no config field is called \1 in this experiment file.", text))
+        stop(of_field(error))
     return []
 
 

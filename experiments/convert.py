@@ -119,9 +119,10 @@ def located(source: str) -> pathlib.Path:
 
 def family_of(name: str, config: Mapping[str, Any]) -> Family:
     """The family of that name, or the one that a config.json names."""
+    told = f"--family: {name!r}" if name else f"config.json: model_type {config.get('model_type')!r}"
     name = name or str(config.get("model_type", ""))
     if name not in FAMILIES:
-        raise ValueError(f"--family: {name!r} is not one of {', '.join(FAMILIES)}.")
+        raise ValueError(f"{told} is not one of {', '.join(FAMILIES)}; name the one it is made like as --family.")
     return FAMILIES[name]
 
 

@@ -50,7 +50,7 @@ from efla_jax import metrics
 from efla_jax.train import plain, population
 from experiments import spent
 from experiments.result_files import commit
-from experiments.usage import run_in_one_line
+from experiments.usage import of_field, run_in_one_line
 
 CONFIG = flags.DEFINE_string("config", None, "experiment file, e.g. configs/smnist.py", required=True)
 ARGUMENTS = flags.DEFINE_list("arguments", None, "what stands behind the colon of --config, e.g. efla,delta_net")
@@ -143,8 +143,10 @@ def read_config(cell: Cell) -> dict[str, Any]:
         config = experiment(CONFIG.value).get_config(cell.argument)
         holder = config_flags.DEFINE_config_dict("config", config, flag_values=own, sys_argv=words)
         own(words)
-    except (flags.Error, AttributeError, KeyError, TypeError) as error:
+    except flags.Error as error:
         raise ValueError(f"{cell.name}: {error}") from error
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{cell.name}: {of_field(error)}") from error
     return plain(holder.value)
 
 

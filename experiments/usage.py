@@ -1,5 +1,6 @@
 """How programs with flags of their own, not `arguments`, say what is wrong with a command line."""
 
+import re
 import sys
 from collections.abc import Callable
 
@@ -9,6 +10,13 @@ from absl import app, flags, logging
 def reason(error: OSError | UnicodeDecodeError) -> str:
     """Why a file could not be had, for a message that names it already."""
     return (error.strerror or str(error)) if isinstance(error, OSError) else "it is no UTF-8 text"
+
+
+def of_field(error: Exception) -> str:
+    """What ml_collections says of a config field that is not there or does not take a value, as a sentence."""
+    text = re.sub(r"[\s'\\]+", " ", str(error.args[0] if error.args else error).replace("\\n", " ")).strip()
+    text = re.sub(r"^(\w+) Did", r"no config field is called \1. Did", text)
+    return re.sub(r'^"? ?(\w+) ?"?$', r"no config field is called \1 in this experiment file.", text)
 
 
 def quiet() -> None:

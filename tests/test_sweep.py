@@ -75,6 +75,7 @@ def test_a_grid_is_that_of_the_experiment_file_unless_told_otherwise(file, tmp_p
 @pytest.mark.parametrize(("words", "message"), [
     ({"grid": "sed=1"}, "mamba2_learning_rate=0.001_seed=0_sed=1: .*sed"),
     ({"grid": "sed=1", "together": "0"}, "mamba2_learning_rate=0.001_seed=0_sed=1: .*sed"),
+    ({"grid": "optim.lr=1"}, "seed=0_lr=1: no config field is called lr in this experiment file"),
     ({"grid": "seed=1,"}, "--grid: 'seed=1,' is not field=value"),
     ({"grid": "seed=0,1,0"}, "mamba2_learning_rate=0.001_seed=0: two runs of the grid have this name"),
     ({"arguments": "linear,linear"}, "linear_learning_rate=0.001_seed=0: two runs"),
