@@ -19,6 +19,7 @@ from tests.oracle import relative_rms
 VOCABULARY = 23
 OPTIONS = {name: {"num_heads": 2} for name in MIXERS}
 OPTIONS["nats_l"] |= {"chunk_size": 16, "implementation": "recurrent"}
+OPTIONS["log_linear_efla"]["level_kind"] = "mlp_softplus"
 OPTIONS["mamba2"]["state_dim"] = OPTIONS["log_linear_mamba2"]["state_dim"] = 8
 PATTERN = ("efla", "attention")
 
@@ -127,6 +128,7 @@ def test_narrow_matrices_are_what_products_read(name):
     leaves = jax.tree_util.tree_leaves_with_path(small)
     rounded = [path_of(path) for path, leaf in leaves if leaf.dtype == jnp.bfloat16]
     others = [path_of(path) for path, leaf in leaves if leaf.dtype != jnp.bfloat16 and leaf.ndim > 2]
+    assert all("route" in path or not path.endswith("kernel") for path in others), others
     assert any("lm_head" in path for path in rounded) and any("down_proj" in path for path in rounded)
     changed = jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf.astype("bfloat16").astype(leaf.dtype) if path_of(path) in others else leaf, params

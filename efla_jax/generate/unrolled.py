@@ -15,8 +15,11 @@ import jax.numpy as jnp
 from efla_jax.model import LanguageModel
 from efla_jax.sharding import path_of
 
-# What products read in the model's dtype, whatever the mixer. Gates, filters and norms stay in float32.
-MATRICES = re.compile(r"((q|k|v|g|z|x|B|C|gate|up|o|out|down)_proj|lm_head)/kernel$|embed/embedding$")
+# What products read in the model's dtype, whatever the mixer. Filters, norms and the router stay in float32.
+MATRICES = re.compile(
+    r"((q|k|v|g|z|x|B|C|a|b|dt|mix|level|gate|up|o|out|down)_proj|level_weights/(hidden|out)|lm_head)/kernel$"
+    r"|embed/embedding$"
+)
 
 
 def unrolled(model: LanguageModel, params: Mapping[str, Any]) -> tuple[LanguageModel, Mapping[str, Any]]:
