@@ -2,11 +2,14 @@
 
 Slow, and only where CUDA's compiler is (see tests/ptxas.py): a layer takes XLA half a minute."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from efla_jax import layers, ops
+from efla_jax import LanguageModel, layers, ops
+from efla_jax.generate import Sampling, decode_block
 from tests import ptxas
 from tests.compiling import compile_h200
 
@@ -98,3 +101,33 @@ def test_a_layers_gradient_compiles_with_kernels(name):
     text = compile_h200(jax.grad(loss, (0, 1)), params, x, ids).as_text()
     assert "mosaic_gpu" in text
     assert f"{time},{time}]" not in text
+
+
+def programs_of_a_token(depth: int) -> list[str]:
+    """What the loop over tokens of one row runs on the GPU, in the text of XLA."""
+    model = LanguageModel(
+        vocab_size=512, width=256, depth=depth, dtype="bfloat16",
+        mixers=("gated_delta_net",), mixer_options={"gated_delta_net": {"num_heads": 2}},
+    )  # fmt: skip
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
+    cache = jax.eval_shape(lambda: model.init_cache(1))
+    number, logits = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((1, 512), jnp.float32)
+
+    def block(params, logits, cache, number):
+        how = Sampling(jnp.float32(1), number, jnp.float32(1))
+        given = logits, cache, jnp.ones(1, bool), None, how, jnp.array([-1]), number, number, number
+        return decode_block.__wrapped__(model, params, *given, block=8, greedy=True)
+
+    text = compile_h200(jax.jit(block, donate_argnums=(1, 2)), params, logits, cache, number).as_text()
+    (body,) = set(re.findall(r" while\(.*body=%([\w.\-]+)", text))
+    lines = re.search(rf"\n%{re.escape(body)} \(.*?\n}}\n", text, re.S)[0].splitlines()
+    return [line for line in lines if re.search(r" (fusion|copy|custom-call|while|conditional)\(", line)]
+
+
+def test_a_token_of_one_row_takes_few_programs():
+    """18 a layer with jax 0.11.2 (and one may come with another), where shifting the inputs of three convolutions is 6 and
+    writing the document's id again is one; none copies a cache, and one writes the inputs of all layers."""
+    few, many = programs_of_a_token(2), programs_of_a_token(4)
+    assert len(many) - len(few) <= 2 * 19
+    assert not [line for line in many if " copy(" in line]
+    assert sum("dynamic_update_slice_fusion" in line.split("=")[0] and "[4,1,3," in line for line in many) == 1
