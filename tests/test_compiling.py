@@ -125,8 +125,8 @@ def programs_of_a_token(depth: int) -> list[str]:
 
 
 def test_a_token_of_one_row_takes_few_programs():
-    """18 a layer with jax 0.11.2 (and one may come with another), where shifting the inputs of three convolutions is 6 and
-    writing the document's id again is one; none copies a cache, and one writes the inputs of all layers."""
+    """18 a layer with jax 0.11.2; one more may come with another. Shifting the inputs of three convolutions would be 6,
+    and writing the document's id again one. None copies a cache, and one writes the inputs of all layers."""
     few, many = programs_of_a_token(2), programs_of_a_token(4)
     assert len(many) - len(few) <= 2 * 19
     assert not [line for line in many if " copy(" in line]
