@@ -60,6 +60,8 @@ def run(main: Callable[[list[str]], None]) -> None:
                 raise
             print(f"error: {error}\n(--traceback shows where)", file=sys.stderr)
             raise SystemExit(1) from None
+        except KeyboardInterrupt:  # 128 + SIGINT, as shells have it
+            raise SystemExit(130) from None
 
     app.run(guarded, flags_parser=parse)
 

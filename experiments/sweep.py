@@ -176,6 +176,8 @@ def alone(cell: Cell) -> list[str]:
     last = dict(scored[-1]) if scored else {"step": 0}
     best = max((next(row[name] for name in names if name in row) for row in scored), default=None)
     step = int(last.pop("step"))
+    if step < max((int(file.name) for file in cell.folder.glob("checkpoints/*") if file.name.isdecimal()), default=0):
+        return []  # told to stop: what it saved has no scores yet
     scores = {name.partition("_")[2]: value for name, value in last.items()}
     record(cell, "finished", step, scores, {"best": best, "together": 1})
     return []

@@ -7,9 +7,9 @@ r"""Train one model: a config in, a run folder out.
     srun python -m experiments.train --distributed ... the same ...      # several hosts, one process per GPU
     python -m experiments.train ... --workdir=runs/tuned --init_from=runs/lm
 
-Any field of the experiment file is overridden as --config.section.field=value. SIGTERM saves and exits with status 0;
-the same line with --resume goes on. An image classifier's run ends with its accuracy under the three corruptions of
-its test images, as corruption.csv and corruption.png.
+Any field of the experiment file is overridden as --config.section.field=value. SIGTERM saves and exits with status 0,
+and Ctrl-C saves, too; the same line with --resume goes on. An image classifier's run ends with its accuracy under the
+three corruptions of its test images, as corruption.csv and corruption.png.
 """
 
 import jax

@@ -207,6 +207,21 @@ def test_what_is_paused_goes_on_with_the_same_line(file, tmp_path, capsys):
         assert (one["name"], one["step"], one["scores"]) == (other["name"], other["step"], other["scores"])
 
 
+def test_a_run_that_was_told_to_stop_has_not_ended(file, tmp_path, monkeypatch, capsys):
+    """It exits with status 0, as one that has: what it saved is newer than its last score."""
+
+    def stopped(command, **_):
+        (folder,) = (Path(word.partition("=")[2]) for word in command if word.startswith("--workdir="))
+        (folder / "checkpoints" / "5").mkdir(parents=True)
+        (folder / metrics.FILE_NAME).write_text('{"step": 4, "test_accuracy": 0.5}\n')
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(sweep.subprocess, "run", stopped)
+    swept(config=str(file), workdir=str(tmp_path), grid="optim.learning_rate=1e-3;seed=0", together="0")
+    assert "1 runs have not ended: the same line goes on with them" in capsys.readouterr().out
+    assert not list(tmp_path.glob("**/done")) and not (tmp_path / "results.jsonl").exists()
+
+
 @pytest.mark.slow
 def test_a_run_alone_is_recorded_alike(file, tmp_path):
     words = {"config": str(file), "workdir": str(tmp_path), "grid": "optim.learning_rate=1e-3;seed=1"}

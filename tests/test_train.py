@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -108,6 +109,35 @@ def test_a_used_folder_or_a_changed_config_is_refused(finished):
     with pytest.raises(ValueError, match="config.train.steps: 6 in the checkpoint, 12 now"):
         train.fit(longer, run.workdir, resume=True)
     assert run.workdir.joinpath("checkpoints", "6").exists()
+
+
+def test_what_ctrl_c_ends_is_saved(finished, tmp_path, monkeypatch, capfd):
+    """As if pressed while step 3 waits for its batch; the second time, while it is pressed again, nothing is."""
+    config, run = finished
+    next_batch, presses = loop.next_batch, [1]
+
+    def pressed(job, iterator, step):
+        for _ in range(presses[0] if step == 3 else 0):
+            signal.raise_signal(signal.SIGINT)
+        return next_batch(job, iterator, step)
+
+    monkeypatch.setattr(loop, "next_batch", pressed)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train.fit(config, tmp_path / "once")
+        presses[0] = 2
+        with pytest.raises(KeyboardInterrupt):
+            train.fit(config, tmp_path / "twice")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "Ctrl-C: the run is saved after this step" in capfd.readouterr().err
+    saved = {p.name for name in ("once", "twice") for p in (tmp_path / name / "checkpoints").iterdir()}
+    assert saved == {"3"}
+    resumed = train.fit(config, tmp_path / "once", resume=True)
+    for a, b in zip(leaves(resumed.params), leaves(run.params), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_two_runs_in_one_folder_are_refused(finished, tmp_path):

@@ -11,6 +11,7 @@ import os
 import pathlib
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -112,7 +113,7 @@ def ending_together(timeout: int = 60) -> Iterator[None]:
 
 
 class StopRequest:
-    """Whether the job has been told to end (SIGTERM, what schedulers send before they take a machine away)."""
+    """Whether the job has been told to end (SIGTERM, what schedulers send before they take a machine away; Ctrl-C)."""
 
     def __init__(self) -> None:
         self._told = False
@@ -133,7 +134,8 @@ def alone_in(folder: pathlib.Path) -> Iterator[None]:
     """The lock of a run's folder, held by the first process of a job until it ends, however it does.
 
     Two runs in one folder would clear away each other's half-written checkpoints, and mix their rows. Raises ValueError
-    if another holds it, or the folder cannot be made. Where there are no locks (a file system without, Windows), nobody is kept out."""
+    if another holds it, or the folder cannot be made. Where there are no locks (a file system without, Windows), nobody
+    is kept out."""
     if fcntl is None or jax.process_index():
         yield
         return
@@ -155,16 +157,32 @@ def alone_in(folder: pathlib.Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stop_on_sigterm() -> Iterator[StopRequest]:
-    """A StopRequest that SIGTERM sets while this context is open."""
-    request = StopRequest()
+def stop_when_told() -> Iterator[StopRequest]:
+    """A StopRequest that SIGTERM sets while this context is open, and Ctrl-C, which is raised at its end.
+
+    So what Ctrl-C would lose is saved; a second one is what it always is."""
+    request, interrupted = StopRequest(), False
+
+    def interrupt(number, frame) -> None:
+        nonlocal interrupted
+        if interrupted:
+            signal.default_int_handler(number, frame)
+        interrupted = True
+        request.tell()
+        os.write(2, b"\nCtrl-C: the run is saved after this step; once more ends it without\n")
+
     # jax.distributed listens by itself, and a handler of ours would silence it; only a main thread may set one.
-    try:
-        before = signal.signal(signal.SIGTERM, request.tell) if jax.process_count() == 1 else None
-    except ValueError:
-        before = None
+    handlers: dict[int, Any] = {signal.SIGTERM: request.tell} if jax.process_count() == 1 else {}
+    if handlers and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not of a program in the background
+        handlers[signal.SIGINT] = interrupt
+    before: dict[int, Any] = {}
+    with contextlib.suppress(ValueError):
+        for number, handler in handlers.items():
+            before[number] = signal.signal(number, handler)
     try:
         yield request
     finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if interrupted:
+        raise KeyboardInterrupt

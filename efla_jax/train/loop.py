@@ -61,7 +61,7 @@ def fit(
     `init_from` begins with the parameters of another run (its workdir, or a step's folder), or with their average
     (init_part="ema"), and a fresh optimiser.
     allow_partial and cast let a checkpoint lack or have more leaves, or have other dtypes; what was done is printed.
-    SIGTERM saves and returns a Run that is not `finished`.
+    SIGTERM saves and returns a Run that is not `finished`; Ctrl-C saves and is raised then.
 
     Raises ValueError before anything is compiled for a config that does not fit, a mesh that does not divide it, a
     folder that holds a run already or that another program trains in, or a resumed run whose config has changed;
@@ -74,7 +74,7 @@ def fit(
     saving = {name: config["train"][field] for name, field in kept.items()}
     with (
         jax.default_matmul_precision(config["train"]["matmul_precision"]), jax.set_mesh(parts.mesh),
-        hosts.stop_on_sigterm() as stop, contextlib.ExitStack() as open_things, hosts.ending_together(),
+        hosts.stop_when_told() as stop, contextlib.ExitStack() as open_things, hosts.ending_together(),
     ):  # fmt: skip
         open_things.enter_context(hosts.alone_in(workdir))
         checkpointer = open_things.enter_context(Checkpointer(workdir / "checkpoints", **saving))
