@@ -20,15 +20,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from efla_jax.kernels.attention_mosaic import CELL, LOG2E, SHARED_MEMORY, register, split, spread_rows
+from efla_jax.kernels.attention_mosaic import (
+    CELL,
+    LEAST,
+    LOG2E,
+    nothing_seen,
+    scores_of,
+    softmax_step,
+    split,
+    spread_rows,
+    with_product,
+)
 from efla_jax.kernels.mosaic import (
     MASKED,
-    WGMMA,
-    accumulated,
-    begin,
-    finish,
+    SHARED_MEMORY,
     index,
-    left_operand,
     narrow_indices,
     parameters,
     shared,
@@ -207,7 +213,7 @@ def seen(stretch: Stretch, i, owner, sizes: Sizes) -> jax.Array:
 
 def attend(stretch: Stretch, owners: Any, memory: Memory, sizes: Sizes) -> None:
     """A compute warpgroup: outputs [64, V] and log sums [64] of every second item, in shared memory."""
-    group, dtype, interpret = lax.axis_index("group"), memory.v.dtype, sizes.interpret
+    group, dtype = lax.axis_index("group"), memory.v.dtype
     left = memory.left[0].at[group] if memory.left else None
 
     def owner_of(i):
@@ -222,36 +228,19 @@ def attend(stretch: Stretch, owners: Any, memory: Memory, sizes: Sizes) -> None:
         i = GROUPS * j + group
         slot, following = lax.rem(i, sizes.stages), owner_of(i + GROUPS)
         plgpu.barrier_wait(memory.k_full.at[slot])
-
-        def score(acc):
-            plgpu.wgmma(acc, memory.q, memory.k.at[slot].T)
-            return accumulated(acc, wait_n=0)
-
-        scores = pl.run_scoped(score, plgpu.ACC((CELL, CELL), f32))
+        scores = scores_of(memory.q, memory.k.at[slot])
         scores = jnp.where(seen(stretch, i, owner, sizes), scores, MASKED)
-        largest = jnp.maximum(top, jnp.max(scores, axis=1) * LOG2E)
-        shrink = jnp.exp2(top - largest)
-        mass = jnp.exp2(scores * LOG2E - spread_rows(largest, CELL))
-        total = total * shrink + jnp.sum(mass, axis=1)
-        total_o = total_o * spread_rows(shrink, sizes.value_dim)
+        mass, total_o, top, total = softmax_step(scores, total_o, top, total)
         mass = mass.astype(dtype)
         plgpu.barrier_wait(memory.v_full.at[slot])
-
-        def weigh(acc):
-            begin(acc, total_o, interpret)
-            plgpu.wgmma(acc, left_operand(mass, left), memory.v.at[slot])
-            return finish(acc, total_o, interpret)
-
-        total_o = pl.run_scoped(weigh, plgpu.ACC((CELL, sizes.value_dim), f32))
+        total_o = with_product(total_o, mass, memory.v.at[slot], left, sizes.interpret)
         plgpu.barrier_arrive(memory.empty.at[slot])
-        return total_o, largest, total, following
+        return total_o, top, total, following
 
-    start, rows = register(jnp.zeros((CELL, sizes.value_dim), f32)), WGMMA.reduce(1)
-    # Higher than a masked score times log2(e): a row that sees nothing keeps a sum of 0.
-    top, total = register(jnp.full((CELL,), MASKED, f32), rows), register(jnp.zeros((CELL,), f32), rows)
+    start = nothing_seen(sizes.value_dim)
     count = lax.div(stretch.items - group + GROUPS - 1, GROUPS)
-    total_o, top, total, _ = lax.fori_loop(0, count, step, (start, top, total, owner_of(group)))
-    some = jnp.maximum(total, 1e-30)
+    total_o, top, total, _ = lax.fori_loop(0, count, step, (*start, owner_of(group)))
+    some = jnp.maximum(total, LEAST)
     memory.o.at[group][...] = total_o / spread_rows(some, sizes.value_dim)
     memory.log_sum.at[group][...] = jnp.where(total > 0, top * (1 / LOG2E) + jnp.log(some), MASKED)
 

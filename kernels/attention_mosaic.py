@@ -26,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from efla_jax.kernels.mosaic import (
     MASKED,
+    SHARED_MEMORY,
     WGMMA,
     accumulated,
     begin,
@@ -44,7 +45,6 @@ LAST, LAST_OWN = range(2)  # rows of the marks
 START, MASKS, STEPS, PREVIOUS = range(4)  # of the bounds
 LOG_SUM, DELTA = range(2)  # rows of what the backward knows of a query
 LOADER, LOADER_REGISTERS, COMPUTE_REGISTERS = 2, 24, 240  # the third warpgroup; registers of a thread
-SHARED_MEMORY = 227 * 1024
 LEAST = 1e-30  # of a sum that is divided by: one with a term is 1 or more
 LOG2E = math.log2(math.e)
 f32 = jnp.float32
@@ -212,46 +212,66 @@ def register(x: jax.Array, layout=WGMMA) -> jax.Array:
     return plgpu.layout_cast(x, layout)
 
 
+def scores_of(q, k) -> jax.Array:
+    """q k^T of a cell of queries, all in shared memory."""
+
+    def score(acc):
+        plgpu.wgmma(acc, q, k.T)
+        return accumulated(acc, wait_n=0)
+
+    return pl.run_scoped(score, plgpu.ACC((CELL, k.shape[0]), f32))
+
+
+def with_product(total, x, y, buffer, interpret) -> jax.Array:
+    """total + x y, with x in registers (see `left_operand`) and y in shared memory."""
+
+    def add(acc):
+        begin(acc, total, interpret)
+        plgpu.wgmma(acc, left_operand(x, buffer), y)
+        return finish(acc, total, interpret)
+
+    return pl.run_scoped(add, plgpu.ACC(total.shape, f32))
+
+
+def nothing_seen(value_dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The softmax of a cell of queries before its first key: sums of weighed values [64, V], the largest score so far
+    times log2(e) [64], and sums of weights [64]. The largest is higher than a masked score times log2(e), so that a row
+    that sees nothing keeps a sum of 0."""
+    total_o, rows = register(jnp.zeros((CELL, value_dim), f32)), WGMMA.reduce(1)
+    return total_o, register(jnp.full((CELL,), MASKED, f32), rows), register(jnp.zeros((CELL,), f32), rows)
+
+
+def softmax_step(scores, total_o, top, total) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """(what to weigh the values by, *what `nothing_seen` began, scaled to the largest score, without these values)."""
+    largest = jnp.maximum(top, jnp.max(scores, axis=1) * LOG2E)
+    shrink = jnp.exp2(top - largest)
+    mass = jnp.exp2(scores * LOG2E - spread_rows(largest, scores.shape[1]))
+    total = total * shrink + jnp.sum(mass, axis=1)
+    return mass, total_o * spread_rows(shrink, total_o.shape[1]), largest, total
+
+
 def attend(over: Callable, memory: Memory, q, o, log_sum, left, sizes: Sizes, empty: bool = False) -> None:
     """A compute warpgroup: outputs [64, V] and log sums [64] of its queries, in shared memory. over(step, carry):
     `over_steps` of a tile, or another walk; empty: it may have no steps, and then leaves 0 and MASKED."""
-    stages, dtype, interpret = memory.k.shape[0], o.dtype, sizes.interpret
+    stages, dtype = memory.k.shape[0], o.dtype
 
     def step(i, seen, carry):
         total_o, top, total = carry
         slot = lax.rem(i, stages)
         plgpu.barrier_wait(memory.k_full.at[slot])
-
-        def score(acc):
-            plgpu.wgmma(acc, q, memory.k.at[slot].T)
-            return accumulated(acc, wait_n=0)
-
-        scores = pl.run_scoped(score, plgpu.ACC((CELL, WIDTH), f32))
+        scores = scores_of(q, memory.k.at[slot])
         if seen is not None:
             scores = jnp.where(seen(), scores, MASKED)
             plgpu.commit_smem()  # what was read of shared memory is read before a copy overwrites it
         plgpu.barrier_arrive(memory.k_empty.at[slot])
-        largest = jnp.maximum(top, jnp.max(scores, axis=1) * LOG2E)
-        shrink = jnp.exp2(top - largest)
-        mass = jnp.exp2(scores * LOG2E - spread_rows(largest, WIDTH))
-        total = total * shrink + jnp.sum(mass, axis=1)
-        total_o = total_o * spread_rows(shrink, sizes.value_dim)
+        mass, total_o, top, total = softmax_step(scores, total_o, top, total)
         mass = mass.astype(dtype)
         plgpu.barrier_wait(memory.v_full.at[slot])
-
-        def weigh(acc):
-            begin(acc, total_o, interpret)
-            plgpu.wgmma(acc, left_operand(mass, left), memory.v.at[slot])
-            return finish(acc, total_o, interpret)
-
-        total_o = pl.run_scoped(weigh, plgpu.ACC((CELL, sizes.value_dim), f32))
+        total_o = with_product(total_o, mass, memory.v.at[slot], left, sizes.interpret)
         plgpu.barrier_arrive(memory.v_empty.at[slot])
-        return total_o, largest, total
+        return total_o, top, total
 
-    start = register(jnp.zeros((CELL, sizes.value_dim), f32))
-    rows = WGMMA.reduce(1)
-    top, total = register(jnp.full((CELL,), MASKED, f32), rows), register(jnp.zeros((CELL,), f32), rows)
-    total_o, top, total = over(step, (start, top, total))
+    total_o, top, total = over(step, nothing_seen(sizes.value_dim))
     some = jnp.maximum(total, LEAST) if empty else total
     o[...] = (total_o / spread_rows(some, sizes.value_dim)).astype(dtype)
     log_some = top * (1 / LOG2E) + jnp.log(some)
@@ -347,7 +367,7 @@ def forward(x: Sources, sizes: Sizes) -> tuple[jax.Array, jax.Array]:
 def query_gradient(tile: Tile, memory: Memory, q, d_o, known, left, sizes: Sizes) -> jax.Array:
     """A compute warpgroup: dq [64, K] float32; known [2, 64]: L / ln 2 and delta of its queries."""
     stages, dtype = memory.k.shape[0], d_o.dtype
-    group, interpret = lax.axis_index("group"), sizes.interpret
+    group = lax.axis_index("group")
     square = plgpu.ACC((CELL, WIDTH), f32)
 
     def step(i, seen, total):
@@ -368,13 +388,7 @@ def query_gradient(tile: Tile, memory: Memory, q, d_o, known, left, sizes: Sizes
 
         d_scores = pl.run_scoped(products, square, square)
         plgpu.barrier_arrive(memory.v_empty.at[slot])
-
-        def add(acc):
-            begin(acc, total, interpret)
-            plgpu.wgmma(acc, left_operand(d_scores, left), memory.k.at[slot])
-            return finish(acc, total, interpret)
-
-        total = pl.run_scoped(add, plgpu.ACC((CELL, sizes.key_dim), f32))
+        total = with_product(total, d_scores, memory.k.at[slot], left, sizes.interpret)
         plgpu.barrier_arrive(memory.k_empty.at[slot])
         return total
 

@@ -17,11 +17,9 @@ from efla_jax.kernels import delta_rule_mosaic as mosaic
 from efla_jax.kernels import delta_rule_wide as wide
 from efla_jax.kernels.delta_rule_parts import composed, part_starts, summarise
 from efla_jax.kernels.delta_rule_reverse import never_zero
-from efla_jax.kernels.mosaic import narrow_indices
+from efla_jax.kernels.mosaic import SHARED_MEMORY, narrow_indices, unsupported_keys, unsupported_values
 
 KEY_DIMS = (64, 128, 256)
-DTYPES = ("bfloat16", "float16")
-SHARED_MEMORY = 227 * 1024  # bytes that a program may use on a Hopper GPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,13 +75,7 @@ def unsupported(key_dim: int, value_dim: int, dtype, step: str | None = None) ->
         return f"K = {key_dim} of raw keys: a key head has 64 or 128 channels"
     if step is not None and jnp.dtype(dtype).name == "float16":
         return "dtype float16: what is written per raw key may leave its range; use bfloat16"
-    if jnp.dtype(dtype).name not in DTYPES:
-        return f"dtype {jnp.dtype(dtype).name}: the tensor cores' transposed operands are 16-bit ({', '.join(DTYPES)})"
-    if key_dim not in KEY_DIMS:
-        return f"K = {key_dim}: a key head has {', '.join(map(str, KEY_DIMS))} channels"
-    if value_dim < 64 or value_dim % 64:
-        return f"V = {value_dim}: a warpgroup has 64 channels of the values, so V is a multiple of 64"
-    return None
+    return unsupported_keys(key_dim, KEY_DIMS, dtype) or unsupported_values(value_dim)
 
 
 def layout_of(config: Config, sizes: mosaic.Sizes, whole: bool = False) -> tuple[int, int]:

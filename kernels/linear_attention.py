@@ -20,10 +20,9 @@ from jax import lax
 
 from efla_jax.kernels.linear_attention_gradients import BALANCE, KEPT, LEFT, Inputs, gradients
 from efla_jax.kernels.linear_attention_mosaic import CHUNK, DOCUMENT, INTO, TILE, Plan, Sizes, accumulate, walk
-from efla_jax.kernels.mosaic import narrow_indices
+from efla_jax.kernels.mosaic import narrow_indices, unsupported_keys, unsupported_values
 
 KEY_DIMS = (64, 128, 256)
-DTYPES = ("bfloat16", "float16")
 LN2 = math.log(2)
 LEAST, MOST = 2, 32  # chunks that a part of the time has at least; parts at most
 
@@ -61,13 +60,7 @@ def config_for(device_kind: str, key_dim: int, value_dim: int, dtype) -> Config:
 
 def unsupported(key_dim: int, value_dim: int, dtype) -> str | None:
     """Why the kernels cannot serve these sizes, or None."""
-    if jnp.dtype(dtype).name not in DTYPES:
-        return f"dtype {jnp.dtype(dtype).name}: the tensor cores' transposed operands are 16-bit ({', '.join(DTYPES)})"
-    if key_dim not in KEY_DIMS:
-        return f"K = {key_dim}: a key head has {' or '.join(map(str, KEY_DIMS))} channels"
-    if value_dim < TILE or value_dim % TILE:
-        return f"V = {value_dim}: a warpgroup has {TILE} channels of the values, so V is a multiple of {TILE}"
-    return None
+    return unsupported_keys(key_dim, KEY_DIMS, dtype) or unsupported_values(value_dim)
 
 
 def wanted_parts(sizes: Sizes, config: Config) -> int:

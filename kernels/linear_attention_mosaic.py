@@ -30,6 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from efla_jax.kernels.mosaic import (
     MASKED,
+    SHARED_MEMORY,
     TRANSPOSED,
     WGMMA,
     accumulated,
@@ -49,7 +50,6 @@ from efla_jax.kernels.mosaic import (
 CHUNK = TILE = 64
 # Rows of the gates: G / ln 2, for a GPU has 2^x and would multiply for e^x; in; out; document number, if there are any.
 SUM, INTO, OUT, DOCUMENT = range(4)
-SHARED_MEMORY = 227 * 1024  # bytes that a program may use on a Hopper GPU
 LOADER_REGISTERS = 24  # of each thread of the warpgroup that loads; the compute warpgroups share the rest
 f32 = jnp.float32
 

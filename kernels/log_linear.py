@@ -43,6 +43,7 @@ from efla_jax.kernels.log_linear_pairs import (
     weights_of,
 )
 from efla_jax.kernels.mosaic import (
+    SHARED_MEMORY,
     accumulated,
     begin,
     finish,
@@ -51,10 +52,11 @@ from efla_jax.kernels.mosaic import (
     on_grid,
     shared,
     staging,
+    unsupported_keys,
+    unsupported_values,
 )
 
-KEY_DIMS, DTYPES = (64, 128), ("bfloat16", "float16")
-SHARED_MEMORY = 227 * 1024  # bytes that a program may use on a Hopper GPU
+KEY_DIMS = (64, 128)
 GROUPS = 2  # compute warpgroups
 LOADER_REGISTERS, COMPUTE_REGISTERS = 24, 240  # per thread; all that there are for three warpgroups
 
@@ -94,13 +96,7 @@ def config_for(device_kind: str, key_dim: int, value_dim: int, dtype) -> Config:
 
 def unsupported(key_dim: int, value_dim: int, dtype) -> str | None:
     """Why the program cannot serve these sizes, or None."""
-    if jnp.dtype(dtype).name not in DTYPES:
-        return f"dtype {jnp.dtype(dtype).name}: the tensor cores' transposed operands are 16-bit ({', '.join(DTYPES)})"
-    if key_dim not in KEY_DIMS:
-        return f"K = {key_dim}: a key head has {' or '.join(map(str, KEY_DIMS))} channels"
-    if value_dim < TILE or value_dim % TILE:
-        return f"V = {value_dim}: a warpgroup has {TILE} channels of the values, so V is a multiple of {TILE}"
-    return None
+    return unsupported_keys(key_dim, KEY_DIMS, dtype) or unsupported_values(value_dim)
 
 
 @dataclasses.dataclass(frozen=True)

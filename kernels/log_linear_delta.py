@@ -46,6 +46,7 @@ from efla_jax.kernels.mosaic import (
     narrow_indices,
     parameters,
     shared,
+    unsupported_keys,
 )
 
 BLOCK, CHUNK, TILE = 128, 64, 64  # tokens of a block and of a chunk; columns of a tile in shared memory
@@ -54,7 +55,7 @@ INSIDE = BLOCK.bit_length()  # levels of the pairs inside a block
 SPAN = 8  # blocks whose gradients of nodes a program sums up at most
 # Rows of the gates: G / ln 2; -e; the weights of the levels inside; the coefficients of the levels of blocks.
 SUM, ERASE, WEIGHTS, READS = 0, 1, 2, 2 + INSIDE
-KEY_DIMS, DTYPES = (64, 128), ("bfloat16", "float16")
+KEY_DIMS = (64, 128)
 f32 = jnp.float32
 
 
@@ -85,11 +86,7 @@ def config_for(device_kind: str, key_dim: int, dtype) -> Config:
 
 def unsupported(key_dim: int, dtype) -> str | None:
     """Why the programs cannot serve these sizes, or None; any V is filled up or cut into tiles of K channels."""
-    if jnp.dtype(dtype).name not in DTYPES:
-        return f"dtype {jnp.dtype(dtype).name}: the tensor cores' transposed operands are 16-bit ({', '.join(DTYPES)})"
-    if key_dim not in KEY_DIMS:
-        return f"K = {key_dim}: a key head has {' or '.join(map(str, KEY_DIMS))} channels"
-    return None
+    return unsupported_keys(key_dim, KEY_DIMS, dtype)
 
 
 class Places(NamedTuple):

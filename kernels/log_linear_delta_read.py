@@ -35,6 +35,7 @@ from efla_jax.kernels.log_linear_delta import (
 )
 from efla_jax.kernels.mosaic import (
     MASKED,
+    SHARED_MEMORY,
     by_column,
     by_row,
     index,
@@ -47,7 +48,6 @@ from efla_jax.kernels.mosaic import (
 
 GROUPS = CHUNKS  # compute warpgroups
 LOADER_REGISTERS, COMPUTE_REGISTERS = 24, 240  # per thread; all that there are for three warpgroups
-SHARED_MEMORY = 227 * 1024  # bytes that a program may use on a Hopper GPU
 
 
 class Inputs(NamedTuple):

@@ -26,11 +26,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from efla_jax.kernels.log_linear import SHARED_MEMORY, Config, Gates, drain, flat, wait_for_release
+from efla_jax.kernels.log_linear import Config, Gates, drain, flat, wait_for_release
 from efla_jax.kernels.log_linear_pairs import BLOCK, INSIDE, SINCE, SUM, TILE, f32
 from efla_jax.kernels.log_linear_parts import WIDTH, Parts, RootPlace, launch
 from efla_jax.kernels.log_linear_states import copy_out, loaded, time_of
-from efla_jax.kernels.mosaic import WGMMA, accumulated, by_column, left_operand, shared, staging, transposed
+from efla_jax.kernels.mosaic import (
+    SHARED_MEMORY,
+    WGMMA,
+    accumulated,
+    by_column,
+    left_operand,
+    shared,
+    staging,
+    transposed,
+)
 
 WEIGHT, SUMS, FADE = range(3)  # rows of the gates of a block
 

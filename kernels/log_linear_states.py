@@ -26,7 +26,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from efla_jax.kernels.log_linear import (
-    SHARED_MEMORY,
     Config,
     Gates,
     drain,
@@ -39,6 +38,7 @@ from efla_jax.kernels.log_linear import (
 )
 from efla_jax.kernels.log_linear_pairs import AFTER, BLOCK, INSIDE, SINCE, SUM, TILE, f32
 from efla_jax.kernels.mosaic import (
+    SHARED_MEMORY,
     WGMMA,
     accumulated,
     begin,

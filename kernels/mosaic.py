@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+SHARED_MEMORY = 227 * 1024  # bytes that a program may use on a Hopper GPU
+DTYPES = ("bfloat16", "float16")  # of a wgmma's operands that may be transposed
 MASKED = -1e30  # instead of a difference of log decays that must not be seen: its exponential is 0
 WGMMA, TRANSPOSED = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_TRANSPOSED
 accumulated = plgpu.wgmma_accumulator_load  # (acc, wait_n=n): its value once at most n later products are in flight
@@ -24,6 +26,22 @@ def narrow_indices() -> Iterator[None]:
     """Around the tracing of a program: indices of 32 bits under `jax_enable_x64` too, as those of Pallas are."""
     with jax.enable_x64(False):
         yield
+
+
+def unsupported_keys(key_dim: int, key_dims: tuple[int, ...], dtype) -> str | None:
+    """Why a program that takes key heads of `key_dims` channels cannot serve these, or None."""
+    if jnp.dtype(dtype).name not in DTYPES:
+        return f"dtype {jnp.dtype(dtype).name}: the tensor cores' transposed operands are 16-bit ({', '.join(DTYPES)})"
+    if key_dim not in key_dims:
+        return f"K = {key_dim}: a key head has {' or '.join(map(str, key_dims))} channels"
+    return None
+
+
+def unsupported_values(value_dim: int, tile: int = 64) -> str | None:
+    """Why a program whose warpgroups take `tile` channels each cannot serve these, or None."""
+    if value_dim < tile or value_dim % tile:
+        return f"V = {value_dim}: a warpgroup has {tile} channels of the values, so V is a multiple of {tile}"
+    return None
 
 
 def parameters(automatic_barriers: bool) -> plgpu.CompilerParams:

@@ -19,6 +19,7 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).resolve().
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.15")
 
 import jax  # noqa: E402
+import jaxtyping  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
@@ -42,6 +43,22 @@ def no_program_outlives_its_file():
     yield
     jax.clear_caches()
     gc.collect()  # programs that a cycle of objects holds
+
+
+@pytest.fixture
+def unchecked():
+    """Shapes reach the op's own checks, not those of the test session."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
+
+
+@pytest.fixture
+def no_races(capfd):
+    """The interpreter of kernels prints each race that it sees, and goes on."""
+    yield
+    assert "RACE DETECTED" not in "".join(capfd.readouterr())
 
 
 @pytest.fixture(scope="module")

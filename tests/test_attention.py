@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from jax import lax
@@ -285,15 +284,6 @@ def test_cudnn_declines(shape, dtype, document, cached, reason):
     cache = init_kv_cache(shape[0], 9, 4, shape[3], shape[3]) if cached else None
     with pytest.raises(NotImplementedError, match=reason):
         attention_file.cudnn(x, x, x, jnp.zeros(shape[:2], int) if document else None, cache)
-
-
-@pytest.fixture
-def unchecked():
-    """Shapes reach the op's own checks, not those of the test session."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from jax import lax
@@ -216,15 +215,6 @@ def test_without_segments_it_is_lean():
     _, back = jax.vjp(lambda x, weight: causal_conv(x, weight)[0], x, weight)
     saved = sum(leaf.size for leaf in jax.tree.leaves(back) if hasattr(leaf, "size"))
     assert saved < 1.2 * (x.size + weight.size)  # not one shifted copy per tap
-
-
-@pytest.fixture
-def unchecked():
-    """Shapes reach the op's own checks, not those of the test session."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 @pytest.mark.parametrize(

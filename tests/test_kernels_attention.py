@@ -32,14 +32,8 @@ TOLERANCE = {"bfloat16": 5e-3, "float16": 1e-3}
 # each, times a P of some 0.5, so that the sum over 400 of them is off by 0.04, whatever is left of it (XLA's form reads
 # the same: 0.06 where the kernel reads 0.08). A pair too many or too few is more than 1.
 CANCELLED = 0.1
-RACE = "RACE DETECTED"
 
-
-@pytest.fixture(autouse=True)
-def no_races(capfd):
-    """The interpreter prints each race that it sees, and goes on."""
-    yield
-    assert RACE not in capfd.readouterr().out
+pytestmark = pytest.mark.usefixtures("no_races")
 
 
 @pytest.fixture(autouse=True)

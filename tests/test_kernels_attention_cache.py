@@ -28,14 +28,8 @@ INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 # Weights are rounded to 16 bits before a product: 2^-9 / sqrt(3) at most of bfloat16, 2^-12 of float16, and the output
 # of the ops once more.
 TOLERANCE = {"bfloat16": 3e-3, "float16": 4e-4}
-RACE = "RACE DETECTED"
 
-
-@pytest.fixture(autouse=True)
-def no_races(capfd):
-    """The interpreter prints each race that it sees, and goes on."""
-    yield
-    assert RACE not in capfd.readouterr().out
+pytestmark = pytest.mark.usefixtures("no_races")
 
 
 def draw(shapes, dtype="bfloat16", seed=0):

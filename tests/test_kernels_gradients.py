@@ -89,11 +89,7 @@ def by_chunked(x, starts, cotangents):
     return jax.vjp(lambda *x: chunked.solve(*x, starts, C), *x)[1](cotangents)
 
 
-@pytest.fixture(autouse=True)
-def no_races(capfd):
-    """The detector prints what it finds and goes on."""
-    yield
-    assert "RACE DETECTED" not in "".join(capfd.readouterr())
+pytestmark = pytest.mark.usefixtures("no_races")
 
 
 def starts_at(shape: dict, *tokens: int) -> np.ndarray:

@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402
 
 from efla_jax import ops  # noqa: E402
 from efla_jax.kernels import linear_attention as kernel  # noqa: E402
+from efla_jax.kernels import mosaic  # noqa: E402
 from efla_jax.ops import pallas_linear, tuning  # noqa: E402
 from efla_jax.ops.arguments import recurrence  # noqa: E402
 from efla_jax.ops.chunked import chunked  # noqa: E402
@@ -56,11 +57,7 @@ def by_chunks(q, k, u, log_decay, state, ids, _):
     return chunked(recurrence(q, k, u, None, log_decay, state, ids), 64)
 
 
-@pytest.fixture(autouse=True)
-def no_races(capfd):
-    """The interpreter prints each race that it sees, and goes on."""
-    yield
-    assert RACE not in capfd.readouterr().out
+pytestmark = pytest.mark.usefixtures("no_races")
 
 
 @functools.cache
@@ -219,7 +216,7 @@ def test_many_rows_are_not_split():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", kernel.DTYPES)
+@pytest.mark.parametrize("dtype", mosaic.DTYPES)
 @pytest.mark.parametrize("key_dim", kernel.KEY_DIMS)
 def test_the_safe_row_lowers_for_every_size(key_dim, dtype):
     for value_dim in (64, 128, 192, 256):

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402
 
 from efla_jax import ops  # noqa: E402
 from efla_jax.kernels import log_linear as kernel  # noqa: E402
-from efla_jax.kernels import log_linear_pairs, log_linear_states  # noqa: E402
+from efla_jax.kernels import log_linear_pairs, log_linear_states, mosaic  # noqa: E402
 from efla_jax.ops import pallas_log_linear  # noqa: E402
 from efla_jax.ops.fenwick import FenwickState, fenwick, fenwick_level  # noqa: E402
 from efla_jax.ops.fenwick_chunked import fenwick_chunked  # noqa: E402
@@ -40,7 +40,6 @@ FLOOR, RATIO = 2.9e-3, 1.2
 # numbers: 700 tokens of one head read 4.1e-3. The chunked form keeps float32.
 FLOORS = dict.fromkeys(NAMES, FLOOR) | {"dlog_decay": 4.5e-3}
 FLOAT16 = 1e-3
-RACE = "RACE DETECTED"
 CASES = ("random", "no decay", "strong decay", "forget", "mixed decay", "zero keys", "cosine 0.99")
 SHAPES = {
     "two heads of a key head": dict(batch=1, time=200, key_heads=1, heads=2, key_dim=64, value_dim=64),
@@ -54,12 +53,7 @@ SHAPES = {
 WHOLE = kernel.Config(multiprocessors=1, waves=0.0)  # one program for all tiles of a key head
 SPLIT = kernel.Config(stages=1, states=1)  # as many as there are tiles
 
-
-@pytest.fixture(autouse=True)
-def no_races(capfd):
-    """The interpreter prints each race that it sees, and goes on."""
-    yield
-    assert RACE not in capfd.readouterr().out
+pytestmark = pytest.mark.usefixtures("no_races")
 
 
 @functools.cache
@@ -334,7 +328,7 @@ def test_every_row_of_the_table_lowers(row):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", kernel.DTYPES)
+@pytest.mark.parametrize("dtype", mosaic.DTYPES)
 @pytest.mark.parametrize("key_dim", kernel.KEY_DIMS)
 def test_the_safe_row_lowers_for_every_size(key_dim, dtype):
     """A row of 2^20 tokens too, whose gates have the most rows."""

@@ -17,6 +17,7 @@ from efla_jax import ops  # noqa: E402
 from efla_jax.kernels import log_linear_delta as kernel  # noqa: E402
 from efla_jax.kernels import log_linear_delta_gradients as gradients  # noqa: E402
 from efla_jax.kernels import log_linear_delta_read as reads  # noqa: E402
+from efla_jax.kernels import mosaic  # noqa: E402
 from efla_jax.ops import pallas_log_linear_delta  # noqa: E402
 from efla_jax.ops.fenwick import FenwickState, fenwick, fenwick_level  # noqa: E402
 from efla_jax.ops.fenwick_chunked import fenwick_chunked  # noqa: E402
@@ -44,7 +45,6 @@ NO_DECAY = {"dlog_decay": 7e-3}
 # chunked form has float32; keys that are nearly parallel cancel some of it. It read up to 1.22 times that form's error.
 RATIOS = dict.fromkeys(NAMES, RATIO) | {"dk": 1.3}
 FLOAT16 = 1e-3
-RACE = "RACE DETECTED"
 CASES = ("random", "no decay", "strong decay", "forget", "mixed decay", "zero keys", "cosine 0.99", "erase up to 2")
 SHAPES = {
     "one head": dict(batch=1, time=140, key_heads=1, heads=1, key_dim=64, value_dim=64),
@@ -56,12 +56,7 @@ SHAPES = {
 }
 CONFIG = kernel.Config()
 
-
-@pytest.fixture(autouse=True)
-def no_races(capfd):
-    """The interpreter prints each race that it sees, and goes on."""
-    yield
-    assert RACE not in capfd.readouterr().out
+pytestmark = pytest.mark.usefixtures("no_races")
 
 
 @functools.cache
@@ -320,7 +315,7 @@ def test_a_row_of_the_table_lowers():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", kernel.DTYPES)
+@pytest.mark.parametrize("dtype", mosaic.DTYPES)
 @pytest.mark.parametrize("key_dim", kernel.KEY_DIMS)
 def test_the_safe_row_lowers_for_every_size(key_dim, dtype):
     """A row of 2^20 tokens too, whose gates have the most rows."""

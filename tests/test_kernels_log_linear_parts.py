@@ -18,16 +18,10 @@ from tests.oracle import relative_rms  # noqa: E402
 # JAX_PLATFORMS=cuda,cpu runs the same comparison on a Hopper GPU, by the programs themselves.
 ON_GPU = os.environ.get("JAX_PLATFORMS", "").startswith("cuda")
 INTERPRET = None if ON_GPU else plgpu.InterpretGPUParams(detect_races=True)
-RACE = "RACE DETECTED"
 # Factors rounded to bfloat16 once or twice, and E once more: 2^-8 / sqrt(3) / 2 each.
 ROUNDED = 2e-3
 
-
-@pytest.fixture(autouse=True)
-def no_races(capfd):
-    """The interpreter prints each race that it sees, and goes on."""
-    yield
-    assert RACE not in capfd.readouterr().out
+pytestmark = pytest.mark.usefixtures("no_races")
 
 
 def state_cotangents(q, d_o, gates, last, whole: int, slots: int) -> np.ndarray:

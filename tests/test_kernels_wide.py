@@ -67,11 +67,7 @@ def compiled(run, op: str, config=None):
     return both
 
 
-@pytest.fixture(autouse=True)
-def no_races(capfd):
-    """The detector prints what it finds and goes on."""
-    yield
-    assert "RACE DETECTED" not in "".join(capfd.readouterr())
+pytestmark = pytest.mark.usefixtures("no_races")
 
 
 def compare(op: str, case: str, ids, config=None, dtype=jnp.bfloat16, **shape):

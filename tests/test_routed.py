@@ -7,7 +7,6 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
@@ -451,15 +450,6 @@ def test_large_scores_stay_finite():
     for counterfactual in (False, True):
         got = attention(counterfactual)((q, k, v, selected), jnp.asarray(IDS), cotangent)
         assert all(np.isfinite(x).all() for x in got)
-
-
-@pytest.fixture
-def unchecked():
-    """Shapes reach the op's own checks, not those of the test session."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 @pytest.mark.parametrize(

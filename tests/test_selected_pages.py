@@ -6,7 +6,6 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -284,15 +283,6 @@ def test_a_cache_may_come_from_the_host(tokens, unchecked):
     )
     np.testing.assert_allclose(o[:, 0], np.repeat(v[:, 0], 2, axis=1), rtol=1e-6)
     assert after.position.tolist() == [tokens, tokens]
-
-
-@pytest.fixture
-def unchecked():
-    """Shapes reach the op's own checks, not those of the test session."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 @pytest.mark.parametrize(
