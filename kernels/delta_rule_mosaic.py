@@ -485,6 +485,30 @@ def walk_chunk(plan: Plan, memory: WalkMemory, x: Loads, state, chunk, group, ta
     return pl.run_scoped(run, *(plgpu.ACC(size, jnp.float32) for size in sizes))
 
 
+def pipeline_of(plan: Plan, first, keys: int, tile, dtype, step, compute):
+    """The loads of a part's chunks from `first` on, and the walk over them: so many arrays of K channels, a tile of the
+    values, the inverse, the gates."""
+
+    def rows(columns, column=0):
+        return plgpu.BlockSpec((CHUNK, columns), lambda i: (first + i, column), transforms=tiled(columns, dtype))
+
+    return plgpu.emit_pipeline_warp_specialized(
+        step,
+        grid=(plan.steps,),
+        memory_registers=40,
+        max_concurrent_steps=plan.stages,
+        wg_axis="warpgroup",
+        num_compute_wgs=plan.groups,
+        compute_context=compute,
+        in_specs=[
+            *(rows(plan.sizes.key_dim),) * keys,
+            rows(plan.tile, tile),
+            rows(CHUNK),
+            plgpu.BlockSpec((GATES, CHUNK), lambda i: (first + i, 0)),
+        ],
+    )
+
+
 def walk_program(plan: Plan, dtype, over_chunk, *refs) -> None:
     """The body of `walk`: one row, one tile of V, one part of the time."""
     q, k, u, inverse, gates, initial, o, final, *rest = refs
@@ -511,24 +535,7 @@ def walk_program(plan: Plan, dtype, over_chunk, *refs) -> None:
         store_state(pipeline(plgpu.layout_cast(state, WGMMA)), final.at[place.part, row, head, :, columns])
         plgpu.wait_smem_to_gmem(0)
 
-    def rows(columns, column=0):
-        return plgpu.BlockSpec((CHUNK, columns), lambda i: (first + i, column), transforms=tiled(columns, dtype))
-
-    plgpu.emit_pipeline_warp_specialized(
-        step,
-        grid=(plan.steps,),
-        memory_registers=40,
-        max_concurrent_steps=plan.stages,
-        wg_axis="warpgroup",
-        num_compute_wgs=plan.groups,
-        compute_context=compute,
-        in_specs=[
-            *(rows(plan.sizes.key_dim),) * 2,
-            rows(plan.tile, place.tile),
-            rows(CHUNK),
-            plgpu.BlockSpec((GATES, CHUNK), lambda i: (first + i, 0)),
-        ],
-    )(
+    pipeline_of(plan, first, 2, place.tile, dtype, step, compute)(
         *(x.at[row, :, place.key_head] for x in (q, k)),
         u.at[row, :, head],
         *(x.at[row, plan.sizes.gate_head(head)] for x in (inverse, gates)),

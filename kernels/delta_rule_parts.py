@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from efla_jax.kernels.delta_rule_mosaic import CHUNK, ERASE, GATES, INTO, OUT, Plan, store_state
+from efla_jax.kernels.delta_rule_mosaic import CHUNK, ERASE, INTO, OUT, Plan, pipeline_of, store_state
 from efla_jax.kernels.mosaic import (
     accumulated,
     by_column,
@@ -20,7 +20,6 @@ from efla_jax.kernels.mosaic import (
     left_operand,
     parameters,
     shared,
-    tiled,
     transposed,
 )
 
@@ -83,24 +82,8 @@ def summarise_program(plan: Plan, dtype, *refs) -> None:
 
         plgpu.wait_smem_to_gmem(0)
 
-    def rows(columns, column=0):
-        return plgpu.BlockSpec((CHUNK, columns), lambda i: (first + i, column), transforms=tiled(columns, dtype))
-
-    plgpu.emit_pipeline_warp_specialized(
-        step,
-        grid=(plan.steps,),
-        memory_registers=40,
-        max_concurrent_steps=plan.stages,
-        wg_axis="warpgroup",
-        num_compute_wgs=plan.groups,
-        compute_context=compute,
-        in_specs=[
-            rows(sizes.key_dim),
-            rows(plan.tile, lax.min(tile, writers - 1)),  # of no account beyond the last
-            rows(CHUNK),
-            plgpu.BlockSpec((GATES, CHUNK), lambda i: (first + i, 0)),
-        ],
-    )(
+    here = lax.min(tile, writers - 1)  # of no account beyond the last
+    pipeline_of(plan, first, 1, here, dtype, step, compute)(
         k.at[row, :, sizes.key_head(head)],
         u.at[row, :, head],
         *(x.at[row, sizes.gate_head(head)] for x in (inverse, gates)),
