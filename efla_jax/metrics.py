@@ -249,9 +249,9 @@ def plot_lines(panels: Sequence[Panel], output: str | Path) -> Path:
                                  "y must be [n] or [seeds, n] for x [n]")
             if panel.points:
                 x = np.searchsorted(places, x) + 0.8 * ((i + 0.5) / len(panel.lines) - 0.5)
-                mark = "os^"[rounds[label]]
-                axes.plot(np.tile(x, len(y)), y.ravel(), mark, color=colours[label], markersize=4, alpha=0.6)
-                axes.plot(x, y.mean(axis=0), "_", label=label, color=colours[label], markersize=11, markeredgewidth=2)
+                one, colour = np.tile(x, len(y)), colours[label]
+                axes.plot(one, y.ravel(), "os^"[rounds[label]], label=label, color=colour, markersize=4, alpha=0.6)
+                axes.plot(x, y.mean(axis=0), "_", color=colour, markersize=11, markeredgewidth=2)
                 continue
             marker = "o" if panel.logarithmic else None
             style = {"color": colours[label], "linestyle": ("-", "--", ":")[rounds[label]], "marker": marker}
