@@ -1,6 +1,7 @@
 """The training loop on tiny models: what a run writes, resuming, refusing, scores whatever the batching."""
 
 import json
+import os
 import shutil
 import signal
 
@@ -140,7 +141,31 @@ def test_what_ctrl_c_ends_is_saved(finished, tmp_path, monkeypatch, capfd):
         np.testing.assert_array_equal(a, b)
 
 
-def test_two_runs_in_one_folder_are_refused(finished, tmp_path):
+def test_signals_of_another_kind_of_program(monkeypatch):
+    """Ctrl-C ends `tee` behind this program, too, so that nobody reads; and of a handler in C Python says None."""
+    set_signal = signal.signal
+
+    def unread(number, text):
+        raise BrokenPipeError
+
+    def told(number, handler):
+        before = set_signal(number, handler)
+        return None if number == signal.SIGTERM else before
+
+    term, before = signal.getsignal(signal.SIGTERM), signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        monkeypatch.setattr(signal, "signal", told)
+        monkeypatch.setattr(os, "write", unread)
+        with pytest.raises(KeyboardInterrupt), hosts.stop_when_told() as stop:
+            signal.raise_signal(signal.SIGINT)
+            assert stop.reached(1)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        set_signal(signal.SIGTERM, term)
+        set_signal(signal.SIGINT, before)
+
+
+def test_two_runs_in_one_folder_are_refused(finished, tmp_path, monkeypatch):
     """The second, whatever the first has saved; and not for longer than the first runs."""
     config, run = finished
     with hosts.alone_in(run.workdir):
@@ -152,6 +177,18 @@ def test_two_runs_in_one_folder_are_refused(finished, tmp_path):
             pass
     with hosts.alone_in(run.workdir):
         pass
+    flock, copies = hosts.fcntl.flock, []
+
+    def copied(file, how):  # as for a process that is forked meanwhile
+        flock(file, how)
+        copies.append(os.dup(file.fileno()))
+
+    monkeypatch.setattr(hosts.fcntl, "flock", copied)
+    for _ in range(2):
+        with hosts.alone_in(run.workdir):
+            pass
+    for copy in copies:
+        os.close(copy)
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="workdir: .*/file/run cannot be made .Not a directory.; choose another"):
         train.fit(config, tmp_path / "file" / "run")

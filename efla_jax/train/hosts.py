@@ -147,6 +147,7 @@ def alone_in(folder: pathlib.Path) -> Iterator[None]:
         try:
             file = opened.enter_context(open(folder / LOCK, "ab"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            opened.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a process forked meanwhile has the file open for longer
         except BlockingIOError:
             raise ValueError(
                 f"workdir: another program trains in {folder}; wait for its end, stop it, or choose another --workdir."
@@ -169,7 +170,8 @@ def stop_when_told() -> Iterator[StopRequest]:
             signal.default_int_handler(number, frame)
         interrupted = True
         request.tell()
-        os.write(2, b"\nCtrl-C: the run is saved after this step; once more ends it without\n")
+        with contextlib.suppress(OSError):  # what reads a pipe behind this program has had the same Ctrl-C
+            os.write(2, b"\nCtrl-C: the run is saved after this step; once more ends it without\n")
 
     # jax.distributed listens by itself, and a handler of ours would silence it; only a main thread may set one.
     handlers: dict[int, Any] = {signal.SIGTERM: request.tell} if jax.process_count() == 1 else {}
@@ -183,6 +185,7 @@ def stop_when_told() -> Iterator[StopRequest]:
         yield request
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if handler is not None:  # one that Python did not set cannot be set by it
+                signal.signal(number, handler)
     if interrupted:
         raise KeyboardInterrupt
