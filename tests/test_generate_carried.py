@@ -54,8 +54,8 @@ def test_documents_begin_with_a_token_and_then_stay(segment, count, found):
 
 @pytest.mark.parametrize(
     "conv",
-    [(), (jnp.zeros((1, 2, 0, 4)),) * 2, (jnp.zeros((1, 2, 3, 4)), jnp.zeros((1, 2, 2, 4)))],
-    ids=["none", "one tap", "different taps"],
+    [(), (jnp.zeros((1, 2, 0, 4)),) * 2, (jnp.zeros((1, 2, 3, 4)), jnp.zeros((1, 2, 2, 4))), (jnp.zeros((1, 2, 4)),)],
+    ids=["none", "one tap", "different taps", "the last input alone"],
 )
 def test_convolutions_that_are_no_ring_are_carried_as_they_are(conv):
     like = (cache_of(list(conv)),)

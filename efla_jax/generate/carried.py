@@ -37,6 +37,8 @@ def kind(part) -> tuple | None:
     """(B, W - 1, channels, dtype) of the ring with the inputs of this mixer's convolutions; None: there is none."""
     if not isinstance(part, RECURRENT) or len({(inputs.shape[:-1], inputs.dtype) for inputs in part.conv}) != 1:
         return None
+    if part.conv[0].ndim != 4:  # of a mixer of one's own that keeps the last input alone
+        return None
     _, batch, size, _ = part.conv[0].shape
     return (batch, size, sum(inputs.shape[-1] for inputs in part.conv), str(part.conv[0].dtype)) if size else None
 
