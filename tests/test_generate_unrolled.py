@@ -9,7 +9,7 @@ import pytest
 from flax import linen as nn
 
 from efla_jax.generate import Choice, Decoding, generate, prefill
-from efla_jax.generate.unrolled import MATRICES, apart, narrow, together, unrolled
+from efla_jax.generate.unrolled import GATES, apart, narrow, together, unrolled
 from efla_jax.layers import MIXERS
 from efla_jax.layers.projections import float32_logit_rows, float32_rows, rows_of_products
 from efla_jax.model import LanguageModel
@@ -92,6 +92,47 @@ def test_a_mixer_of_a_dtype_of_its_own_keeps_its_matrices():
         assert block["mlp"]["up_proj"]["kernel"].dtype == own["params"]["lm_head"]["kernel"].dtype == "bfloat16"
 
 
+class Gated(nn.Module):
+    """A mixer from elsewhere, whose gates are of float32."""
+
+    width: int
+    num_heads: int
+    dtype: str = "float32"
+
+    @nn.compact
+    def __call__(self, x, segment_ids=None, cache=None):
+        def dense(name, dtype):
+            return nn.Dense(self.width, use_bias=False, dtype=dtype, name=name)(x)
+
+        return (dense("q_proj", self.dtype) * nn.sigmoid(dense("a_proj", "float32"))).astype(x.dtype), cache
+
+
+class OfFloat32(nn.Module):
+    """One that takes no dtype."""
+
+    width: int
+    num_heads: int
+
+    @nn.compact
+    def __call__(self, x, segment_ids=None, cache=None):
+        return nn.Dense(self.width, use_bias=False, dtype="float32", name="q_proj")(x).astype(x.dtype), cache
+
+
+def test_a_mixer_from_elsewhere_keeps_what_it_may_read_in_float32(monkeypatch):
+    for mixer in (Gated, OfFloat32):
+        monkeypatch.setitem(MIXERS, mixer.__name__, mixer)
+    names, tokens = ("Gated", "OfFloat32"), jnp.array([[3, 1, 4]])
+    model = LanguageModel(
+        vocab_size=VOCABULARY, width=16, depth=2, mixers=names, mixer_options={name: {"num_heads": 1} for name in names},
+        dtype="bfloat16",
+    )  # fmt: skip
+    params = model.init(jax.random.key(0), tokens)
+    _, own = unrolled(model, params)
+    found = {name: own["params"]["groups"][f"block_{i}"]["mixer"] for i, name in enumerate(names)}
+    assert found["Gated"]["q_proj"]["kernel"].dtype == "bfloat16"
+    assert found["Gated"]["a_proj"]["kernel"].dtype == found["OfFloat32"]["q_proj"]["kernel"].dtype == "float32"
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tokens_and_cache_of_blocks_of_tokens(dtype):
     """A token at a time by the model as it is."""
@@ -133,7 +174,7 @@ def test_narrow_matrices_are_what_products_read(name):
     changed = jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf.astype("bfloat16").astype(leaf.dtype) if path_of(path) in others else leaf, params
     )
-    assert not others or (read(changed) != logits).any(), f"{others}: read in bfloat16 alone, so of {MATRICES.pattern}"
+    assert not others or (read(changed) != logits).any(), f"{others}: read in bfloat16 alone, so of GATES, say: {GATES.pattern}"
 
 
 def test_one_row_is_multiplied_as_rows_are():

@@ -12,14 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from efla_jax.model import LanguageModel
+from efla_jax.layers import MIXERS
+from efla_jax.model import LanguageModel, mixer_fields
 from efla_jax.sharding import path_of
 
-# What products read in the model's dtype, whatever the mixer. Filters, norms and the router stay in float32.
-MATRICES = re.compile(
-    r"((q|k|v|g|z|x|B|C|a|b|dt|mix|level|gate|up|o|out|down)_proj|level_weights/(hidden|out)|lm_head)/kernel$"
-    r"|embed/embedding$"
-)
+# What products read in the model's dtype, whatever the mixer, and what those of this package's mixers do: gates of one
+# from elsewhere may be of float32. Filters, norms and the router are.
+MATRICES = re.compile(r"((q|k|v|g|z|x|B|C|gate|up|o|out|down)_proj|lm_head)/kernel$|embed/embedding$")
+GATES = re.compile(r"((a|b|dt|mix|level)_proj|level_weights/(hidden|out))/kernel$")
 
 
 def unrolled(model: LanguageModel, params: Mapping[str, Any]) -> tuple[LanguageModel, Mapping[str, Any]]:
@@ -37,17 +37,20 @@ def unrolled(model: LanguageModel, params: Mapping[str, Any]) -> tuple[LanguageM
     blocks += [last[f"block_{i}"] for i in range(len(blocks), model.depth)]
     groups = {}
     for i, (name, block) in enumerate(zip(model.layers, map(dict, blocks), strict=True)):
-        own = narrow(block.pop("mixer"), model.mixer_options.get(name, {}).get("dtype", model.dtype))
+        own, dtype = block.pop("mixer"), mixer_fields(model, name).get("dtype")
+        if dtype is not None:  # a mixer without the field has not heard of the model's
+            own = narrow(own, dtype, gates=MIXERS[name].__module__.startswith("efla_jax."))
         groups[f"block_{i}"] = {**narrow(block, model.dtype), "mixer": own}
     leaves = narrow(leaves, model.dtype) | {"groups": groups}
     return model.clone(mixers=model.layers, tail=(), remat="none"), {**params, "params": leaves}
 
 
-def narrow(params: Any, dtype: Any) -> Any:
-    """The parameters with their MATRICES in `dtype`, which is what a model of that dtype multiplies."""
+def narrow(params: Any, dtype: Any, gates: bool = True) -> Any:
+    """The parameters with their MATRICES, and GATES, in `dtype`, which is what a model of that dtype multiplies."""
 
     def one(keys, leaf):
-        return leaf.astype(dtype) if MATRICES.search(path_of(keys)) else leaf
+        path = path_of(keys)
+        return leaf.astype(dtype) if MATRICES.search(path) or gates and GATES.search(path) else leaf
 
     return jax.tree_util.tree_map_with_path(one, params)
 
