@@ -122,10 +122,8 @@ def test_a_mixer_from_elsewhere_keeps_what_it_may_read_in_float32(monkeypatch):
     for mixer in (Gated, OfFloat32):
         monkeypatch.setitem(MIXERS, mixer.__name__, mixer)
     names, tokens = ("Gated", "OfFloat32"), jnp.array([[3, 1, 4]])
-    model = LanguageModel(
-        vocab_size=VOCABULARY, width=16, depth=2, mixers=names, mixer_options={name: {"num_heads": 1} for name in names},
-        dtype="bfloat16",
-    )  # fmt: skip
+    options = {name: {"num_heads": 1} for name in names}
+    model = LanguageModel(VOCABULARY, width=16, depth=2, mixers=names, mixer_options=options, dtype="bfloat16")
     params = model.init(jax.random.key(0), tokens)
     _, own = unrolled(model, params)
     found = {name: own["params"]["groups"][f"block_{i}"]["mixer"] for i, name in enumerate(names)}
@@ -174,7 +172,7 @@ def test_narrow_matrices_are_what_products_read(name):
     changed = jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf.astype("bfloat16").astype(leaf.dtype) if path_of(path) in others else leaf, params
     )
-    assert not others or (read(changed) != logits).any(), f"{others}: read in bfloat16 alone, so of GATES, say: {GATES.pattern}"
+    assert not others or (read(changed) != logits).any(), f"{others}: read in bfloat16 alone, so of {GATES.pattern}"
 
 
 def test_one_row_is_multiplied_as_rows_are():
