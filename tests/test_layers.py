@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -675,3 +676,28 @@ def test_wrong_ids_and_caches_are_errors(name, no_type_checks):
     ):
         with pytest.raises(ValueError, match=message):
             call(**wrong)
+
+
+class Counted(NamedTuple):
+    """A cache with a field of its own."""
+
+    conv: tuple
+    state: jax.Array
+    segment: jax.Array
+    count: jax.Array
+
+
+class Counting(MIXERS["efla"]):
+    """A mixer from elsewhere that carries it."""
+
+    def init_cache(self, batch_size):
+        return Counted(*super().init_cache(batch_size), jnp.zeros((batch_size,), jnp.int32))
+
+
+def test_a_mixer_may_carry_a_cache_of_its_own(no_type_checks):
+    mixer, x = Counting(8, 2), jnp.ones((2, 3, 8))
+    params, cache = jax.eval_shape(mixer.init, jax.random.key(0), x), mixer.init_cache(2)
+    call = functools.partial(jax.eval_shape, functools.partial(mixer.apply, segment_ids=None), params, x)
+    call(cache=cache)
+    with pytest.raises(ValueError, match="cache: a tuple, but Counting carries a Counted from call to call"):
+        call(cache=tuple(cache))

@@ -4,6 +4,7 @@ A cache is an immutable pytree whose leaves begin with the batch axis; structure
 that it can be the carry of `lax.scan`. It remembers the id of each row's last real token (0: nothing seen yet).
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -68,11 +69,14 @@ def carry_on(keep: Bool[Array, " B"], cached):
 
 
 def check_call(mixer, x: jax.Array, segment_ids: SegmentIds | None, cache, kind: Any = RecurrentCache) -> None:
-    """Raise ValueError unless x is [B, T, width], segment_ids None or [B, T], and cache None or a `kind` of B rows."""
+    """Raise ValueError unless x is [B, T, width], segment_ids None or [B, T], and cache None or a `kind`, or what else
+    the mixer begins with, of B rows."""
     check_width(x, mixer.width)
     check_segment_ids(segment_ids, *x.shape[:2])
     if cache is None:
         return
+    if not isinstance(cache, kind):
+        kind = type(jax.eval_shape(functools.partial(mixer.init_cache, 1)))
     if not isinstance(cache, kind):
         raise ValueError(
             f"cache: a {type(cache).__name__}, but {type(mixer).__name__} carries a {kind.__name__} from call to call;"
