@@ -41,7 +41,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
-from absl import app, flags, logging
+from absl import app, flags
 from ml_collections import config_flags
 from tqdm import tqdm
 
@@ -231,8 +231,6 @@ def groups(waiting: Sequence[Cell]) -> list[list[Cell]]:
 
 
 def main(argv: list[str]) -> None:
-    if not flags.FLAGS["verbosity"].present:  # orbax and grain tell every step they take
-        logging.set_verbosity(logging.WARNING)
     rest = argv[1:]
     stray = [word for word in rest if not word.startswith("--config.")]
     if stray:

@@ -33,6 +33,8 @@ def one_line(main: Callable[[list[str]], None], argv: list[str]) -> None:
     except app.UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except KeyboardInterrupt:  # 128 + SIGINT, as shells have it
+        raise SystemExit(130) from None
 
 
 def parse(argv: list[str]) -> list[str]:

@@ -27,3 +27,12 @@ def test_wrong_input_is_one_line(verbosity, capsys):
     with pytest.raises(SystemExit) as status:
         usage.one_line(main, ["--runs"])
     assert status.value.code == 2 and capsys.readouterr().err == "error: --runs is missing\n"
+
+
+def test_ctrl_c_is_a_status(verbosity, capsys):
+    def main(argv):
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as status:
+        usage.one_line(main, [])
+    assert status.value.code == 130 and capsys.readouterr().err == ""
