@@ -4,6 +4,7 @@ Rows are what counts, the rest is a view of them: one JSON object per line in `<
 whatever scalars were written. A value that is not finite is stored as null.
 """
 
+import contextlib
 import io
 import json
 import math
@@ -102,10 +103,11 @@ class Writer:
         self._show(int(step), row)
 
     def print(self, text: str) -> None:
-        """Prints a line without tearing the progress bar."""
+        """Prints a line beside the progress bar, if somebody reads: Ctrl-C ends `tee` before a run has saved."""
         if self._active:
-            tqdm.write(text, file=self._stream)
-            self._stream.flush()
+            with contextlib.suppress(BrokenPipeError):
+                tqdm.write(text, file=self._stream)
+                self._stream.flush()
 
     def close(self, *, failed: bool = False) -> None:
         """Ends bar, row file, TensorBoard and wandb, which is told whether the run failed. May be called twice."""

@@ -250,3 +250,16 @@ def test_lines_with_a_band_over_seeds(tmp_path):
         metrics.plot_lines([Panel({"efla": (x, [1, 2, 3])}, "x", "y", "t")], tmp_path / "x.png")
     with pytest.raises(ValueError, match="panels must hold at least one panel"):
         metrics.plot_lines([], tmp_path / "x.png")
+
+
+def test_rows_are_written_though_nobody_reads_the_lines(tmp_path):
+    """As behind Ctrl-C, which ends `tee` before the run has saved."""
+
+    class Unread(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    with Writer(tmp_path, print_every=1, stream=Unread(), tensorboard=False) as writer:
+        for step in (1, 2):
+            writer.write(step, {"loss": 0.5})
+    assert [row["step"] for row in metrics.read_rows(tmp_path)] == [1, 2]
