@@ -90,6 +90,7 @@ def test_a_mixer_of_a_dtype_of_its_own_keeps_its_matrices():
         block = own["params"]["groups"][f"block_{i}"]
         assert block["mixer"]["q_proj"]["kernel"].dtype == dtype
         assert block["mlp"]["up_proj"]["kernel"].dtype == own["params"]["lm_head"]["kernel"].dtype == "bfloat16"
+    assert len(generate(model, params, [[3, 1, 4]], max_new_tokens=3, greedy=True)[0]) == 3
 
 
 class Gated(nn.Module):

@@ -71,5 +71,5 @@ class Block(nn.Module):
         drop = nn.Dropout(self.dropout, deterministic=not self.has_rng("dropout"))
         pre = self.norm_position == "pre"
         y, state = layer(norm(x) if pre else x)
-        x = x + drop(y)
+        x = x + drop(y).astype(x.dtype)  # a mixer may have a dtype of its own
         return constrain(x if pre else norm(x), "batch", "time", None), state
