@@ -20,7 +20,7 @@ and a later sweep without --first trains.
 results.jsonl gets a row for every run that has ended: its status, scores, config and commit; commands.txt has the lines
 that trained them, for reports. Runs that have ended with the same command are not repeated, so a broken sweep is
 started again with the same line. With --minutes=N, where time is limited, programs that still train then are paused,
-and the same line goes on where they were. Exit status 1 if a run failed; what it said is in its folder's log.txt.
+and with Ctrl-C those that train; the same line goes on where they were. Exit status 1 if a run failed; what it said is in its folder's log.txt.
 """
 
 import datetime
@@ -183,11 +183,11 @@ def alone(cell: Cell) -> list[str]:
     return []
 
 
-def together(group: list[Cell], tell: Callable[[int], None], until: float) -> list[str]:
+def together(group: list[Cell], tell: Callable[[int], None], until: Callable[[], bool]) -> list[str]:
     """Train the cells of a group as one program; the names of those that failed. tell: hundredths of runs done; until:
-    when, by time.monotonic(), it is to pause."""
+    whether it is to pause."""
     told = 0
-    if time.monotonic() > until:
+    if until():
         return []
     configs = [read_config(cell) for cell in group]
     for cell in group:
@@ -237,7 +237,7 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"stray argument {stray[0]!r}: behind -- stand overrides, --config.section.field=value")
     if (FIRST.value or MINUTES.value) and not TOGETHER.value:
         raise app.UsageError("--first and --minutes go with --together: they are about runs of one program")
-    until = time.monotonic() + 60 * MINUTES.value if MINUTES.value else math.inf
+    end, stopped = time.monotonic() + 60 * MINUTES.value if MINUTES.value else math.inf, threading.Event()
     try:
         work = cells(rest)
         waiting = [cell for cell in work if not cell.done]
@@ -259,19 +259,24 @@ def main(argv: list[str]) -> None:
             if TOGETHER.value:
                 devices = jax.local_devices()
                 with jax.default_device(devices[number % len(devices)]):
-                    return together(group, bar.update, until)
+                    return together(group, bar.update, lambda: stopped.is_set() or time.monotonic() > end)
             names = alone(group[0])
             bar.update(100)
             return names
 
         ended = len(work) - len(waiting)
         bar.set_description(f"{ended}/{len(work)} runs")
-        for group, names in zip(parts, pool.map(run, itertools.count(), parts), strict=True):
-            ended += len(group)
-            bar.set_description(f"{ended}/{len(work)} runs")
-            failed += names
-            for name in names:
-                bar.write(f"failed: {name}, see {WORKDIR.value}/{name}")
+        try:
+            for group, names in zip(parts, pool.map(run, itertools.count(), parts), strict=True):
+                ended += len(group)
+                bar.set_description(f"{ended}/{len(work)} runs")
+                failed += names
+                for name in names:
+                    bar.write(f"failed: {name}, see {WORKDIR.value}/{name}")
+        except KeyboardInterrupt:  # the pool waits for what it has begun
+            stopped.set()
+            bar.write("told to stop: programs of several runs pause after their step, and the same line goes on")
+            raise
     if left := sum(not cell.done and cell.name not in failed for cell in work):
         print(f"{left} runs have not ended: the same line goes on with them")
     if failed:

@@ -2,8 +2,11 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import jax
@@ -205,6 +208,25 @@ def test_what_is_paused_goes_on_with_the_same_line(file, tmp_path, capsys):
     swept(**words, workdir=str(tmp_path / "whole"))
     for one, other in zip(results(tmp_path / "paused"), results(tmp_path / "whole"), strict=True):
         assert (one["name"], one["step"], one["scores"]) == (other["name"], other["step"], other["scores"])
+
+
+def test_ctrl_c_pauses_programs_of_several_runs(file, tmp_path, monkeypatch):
+    """Those that had not begun do not begin, and the sweep ends as soon as the others have paused."""
+    begun, paused = [], []
+
+    def train(configs, folders, progress, keep, first, until):
+        begun.append(folders)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        end = time.monotonic() + 20
+        while not until() and time.monotonic() < end:
+            time.sleep(0.01)
+        paused.append(until())
+        return [sweep.population.Outcome("paused", 3, {}, 0.0, 1.0, None) for _ in configs]
+
+    monkeypatch.setattr(sweep.population, "fit_population", train)
+    with pytest.raises(KeyboardInterrupt):
+        swept(config=str(file), workdir=str(tmp_path), together="2", jobs="1")
+    assert len(begun) == 1 and paused == [True] and not (tmp_path / "results.jsonl").exists()
 
 
 def test_a_run_that_was_told_to_stop_has_not_ended(file, tmp_path, monkeypatch, capsys):

@@ -291,16 +291,16 @@ def fit_population(
     *,
     keep: bool = False,
     first: bool = False,
-    until: float = math.inf,
+    until: Callable[[], bool] = lambda: False,
 ) -> list[Outcome]:
     """Train every config, plain dicts that `shared` does not tell apart, to its end; see `train.fit` for what a config
     says. Writes config.json and metrics.jsonl into each member's folder; progress(step, members that still train) is
     called after every step.
 
     A member that reaches train.stop_at keeps the scores it has then; keep: its state, too, as a checkpoint that
-    `train.fit` goes on from; first: nor do others of its seed train any longer. Once time.monotonic() is past `until`,
-    what still trains is paused: the same call goes on with it, from paused.npz in the first folder, as if it had not
-    been. Raises ValueError for configs that do not fit."""
+    `train.fit` goes on from; first: nor do others of its seed train any longer. `until` is asked after every step: once
+    it is true, what still trains is paused: the same call goes on with it, from paused.npz in the first folder, as if
+    it had not been. Raises ValueError for configs that do not fit."""
     configs = [settings.plain(config) for config in configs]
     population = build(configs)
     file, plain = pathlib.Path(folders[0]) / "paused.npz", json.loads(json.dumps(configs))
@@ -323,12 +323,12 @@ def fit_population(
 
 
 class Pause(NamedTuple):
-    """file: where a pause is kept; found: what that file says if it is of these configs; until: when to pause."""
+    """file: where a pause is kept; found: what that file says if it is of these configs; until: whether to pause."""
 
     file: pathlib.Path
     configs: list
     found: dict | None
-    until: float
+    until: Callable[[], bool]
 
 
 def train(
@@ -371,7 +371,7 @@ def train(
         progress(done, len(members.going))
         if not members.going:
             break
-        if time.monotonic() > rest.until:
+        if rest.until():
             positions = [iterator.get_state() for iterator in iterators]
             members.pause(rest.file, done, states, {"configs": rest.configs, "data": positions, "least": least})
             break
