@@ -20,7 +20,8 @@ and a later sweep without --first trains.
 results.jsonl gets a row for every run that has ended: its status, scores, config and commit; commands.txt has the lines
 that trained them, for reports. Runs that have ended with the same command are not repeated, so a broken sweep is
 started again with the same line. With --minutes=N, where time is limited, programs that still train then are paused,
-and with Ctrl-C those that train; the same line goes on where they were. Exit status 1 if a run failed; what it said is in its folder's log.txt.
+and with Ctrl-C those that train; the same line goes on where they were. Exit status 1 if a run failed; what it said is
+in its folder's log.txt.
 """
 
 import datetime

@@ -14,7 +14,7 @@ from efla_jax import evaluate, metrics, train
 from efla_jax.layers import MIXERS
 from efla_jax.ops import dispatch
 from efla_jax.ops.delta_rule import TABLE
-from efla_jax.train import pause, population
+from efla_jax.train import hosts, pause, population
 from efla_jax.train.population import fit_population
 
 # Float32 sums in another order, through 15 updates of Adam, which makes much of a gradient near zero.
@@ -226,3 +226,8 @@ def test_only_tokens_with_a_target_have_logits():
     assert "places" not in population.stacked([dense])
     assert population.stacked([batch], 8)["places"].shape == (1, 32, 8)
     assert not np.any(population.stacked([batch], 8)["mask"][..., 3:])
+
+
+def test_a_folder_in_which_another_program_trains_is_refused(tmp_path):
+    with hosts.alone_in(tmp_path / "b"), pytest.raises(ValueError, match="another program trains in .*b;"):
+        fit_population([tiny(), tiny(1)], [tmp_path / "a", tmp_path / "b"])

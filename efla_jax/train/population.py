@@ -31,7 +31,7 @@ from efla_jax.checkpoint import Checkpointer
 from efla_jax.evaluate import batch_sums, batch_tallies, goal_accuracy, mean_of_slices, scores_of
 from efla_jax.losses import Sums, macro_accuracy
 from efla_jax.ops.dispatch import without_kernels
-from efla_jax.train import pause, settings
+from efla_jax.train import hosts, pause, settings
 from efla_jax.train.loop import HELD_OUT
 from efla_jax.train.step import TrainState, make_state, make_step
 
@@ -300,7 +300,7 @@ def fit_population(
     A member that reaches train.stop_at keeps the scores it has then; keep: its state, too, as a checkpoint that
     `train.fit` goes on from; first: nor do others of its seed train any longer. `until` is asked after every step: once
     it is true, what still trains is paused: the same call goes on with it, from paused.npz in the first folder, as if
-    it had not been. Raises ValueError for configs that do not fit."""
+    it had not been. Raises ValueError for configs that do not fit, and where another program trains in a folder."""
     configs = [settings.plain(config) for config in configs]
     population = build(configs)
     file, plain = pathlib.Path(folders[0]) / "paused.npz", json.loads(json.dumps(configs))
@@ -310,11 +310,11 @@ def fit_population(
             f"{file}: holds {len(paused['configs'])} runs of other configs, paused at step {paused['step']}. Go on with"
             " the line that paused them, or remove the file to train these from their beginning."
         )
-    for config, folder in zip(configs, folders, strict=True):
-        pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
-        (pathlib.Path(folder) / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     precision = configs[0]["train"]["matmul_precision"]
     with jax.default_matmul_precision(precision), without_kernels(), contextlib.ExitStack() as stack:
+        for config, folder in zip(configs, map(pathlib.Path, folders), strict=True):
+            stack.enter_context(hosts.alone_in(folder))
+            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         members = Members(folders, stack, keep, paused["step"] if paused else -1)
         train(population, members, stack, progress, first, Pause(file, plain, paused, until))
     if not any(outcome and outcome.status == "paused" for outcome in members.outcomes):
