@@ -37,10 +37,10 @@ def unsupported_keys(key_dim: int, key_dims: tuple[int, ...], dtype) -> str | No
     return None
 
 
-def unsupported_values(value_dim: int, tile: int = 64) -> str | None:
-    """Why a program whose warpgroups take `tile` channels each cannot serve these, or None."""
-    if value_dim < tile or value_dim % tile:
-        return f"V = {value_dim}: a warpgroup has {tile} channels of the values, so V is a multiple of {tile}"
+def unsupported_values(value_dim: int) -> str | None:
+    """Why a program whose warpgroups take 64 channels of the values each cannot serve these, or None."""
+    if value_dim < 64 or value_dim % 64:
+        return f"V = {value_dim}: a warpgroup has 64 channels of the values, so V is a multiple of 64"
     return None
 
 
